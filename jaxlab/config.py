@@ -1,0 +1,271 @@
+"""Typed configuration: a YAML file plus `key=value` overrides, read into a pydantic model.
+
+Errors name the key, where it stands, what was expected, and the nearest name that exists:
+
+    configs/quickstart.yaml:14: unknown key `training.step`; did you mean `training.steps`?
+
+A file is strict: no unknown key, no duplicate key, no string where a number belongs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pydantic
+import yaml
+
+from jaxlab.errors import ConfigError
+
+Config = TypeVar("Config", bound=pydantic.BaseModel)
+_COMMAND_LINE = "command line"
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, with `1e-4` a number (YAML 1.1 reads it as a string) and no dates."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def load_config(cls: type[Config], path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads the YAML file `path`, applies `overrides`, and validates the result as a `cls`.
+
+    Args:
+      cls: a pydantic model class.
+      path: a YAML file holding one mapping.
+      overrides: `"a.b.c=value"` strings, applied in order; the value is read as YAML, so
+        `training.steps=100`, `data.source=[a.txt,b.txt]` and `model.sliding_window=null` have
+        the types one expects.
+
+    Returns:
+      The validated `cls`.
+
+    Raises:
+      ConfigError: the file is missing or is no YAML mapping, a key is unknown or duplicated, a
+        value has the wrong type. The message names file, line, key, value and remedy.
+    """
+    path = Path(path)
+    tree, origins = _read(path)
+    for override in overrides:
+        _apply_override(tree, origins, override)
+    return parse_config(cls, tree, origins, default_origin=str(path))
+
+
+def parse_config(
+    cls: type[Config],
+    tree: dict[str, Any],
+    origins: dict[str, str] | None = None,
+    *,
+    default_origin: str = "config",
+) -> Config:
+    """Validates plain data as a `cls`; `origins` maps dotted keys to where they were written.
+
+    Raises:
+      ConfigError: as `load_config`.
+    """
+    origins = origins or {}
+    try:
+        # Validating JSON rather than Python objects: strict about scalars, yet a YAML list may
+        # fill a tuple field.
+        return cls.model_validate_json(json.dumps(tree), strict=True)
+    except pydantic.ValidationError as error:
+        messages = _explain(cls, error.errors(), origins, default_origin)
+        raise ConfigError("\n".join(messages)) from error
+    except TypeError as error:  # json.dumps: binary, sets … which YAML tags can make
+        raise ConfigError(f"{default_origin}: {error}; use plain YAML values") from error
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"no config file {path}{_neighbours(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read config {path}: {error}") from error
+    loader = _Loader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            raise ConfigError(f"config {path} is empty; expected a mapping such as `name: my-run`")
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"config {path} is not a mapping of keys to values")
+        origins: dict[str, str] = {}
+        _index_lines(root, "", path, origins)
+        return loader.construct_document(root), origins
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config {path} is not valid YAML: {_one_line(error)}") from error
+    finally:
+        loader.dispose()
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return where + str(getattr(error, "problem", None) or error)
+
+
+def _neighbours(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path("configs")
+    names = sorted(str(found) for found in folder.glob("*.yaml"))
+    close = difflib.get_close_matches(str(path), names, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; there are {', '.join(names)}" if names else ""
+
+
+def _index_lines(node: yaml.MappingNode, prefix: str, path: Path, origins: dict[str, str]) -> None:
+    """Fills `origins` with `file:line` for every key; refuses a key written twice."""
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{path}:{key_node.start_mark.line + 1}: a key must be a plain word")
+        key = f"{prefix}{key_node.value}"
+        origin = f"{path}:{key_node.start_mark.line + 1}"
+        if key in origins:
+            raise ConfigError(f"{origin}: key `{key}` was already given at {origins[key]}")
+        origins[key] = origin
+        if isinstance(value_node, yaml.MappingNode):
+            _index_lines(value_node, f"{key}.", path, origins)
+
+
+def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str) -> None:
+    key, separator, text = override.partition("=")
+    key = key.strip()
+    if not separator or not key or not all(key.split(".")):
+        raise ConfigError(f"override {override!r} is not of the form key=value or key.sub=value")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"the value of override {override!r} is not valid YAML: {_one_line(error)}"
+        ) from error
+    *parents, leaf = key.split(".")
+    node = tree
+    for depth, name in enumerate(parents):
+        child = node.get(name)
+        if child is None:
+            child = node[name] = {}
+        elif not isinstance(child, dict):
+            parent = ".".join(parents[: depth + 1])
+            raise ConfigError(
+                f"override {override!r}: `{parent}` is {child!r}, which has no keys below it"
+            )
+        node = child
+    node[leaf] = value
+    for known in [known for known in origins if known == key or known.startswith(f"{key}.")]:
+        del origins[known]
+    origins[key] = _COMMAND_LINE
+
+
+def _explain(
+    cls: type[pydantic.BaseModel],
+    errors: Sequence[Any],
+    origins: dict[str, str],
+    default_origin: str,
+) -> list[str]:
+    """One message a faulty key, misspelt keys first: a missing one is often their consequence."""
+    unknown: list[str] = []
+    missing: list[str] = []
+    invalid: list[str] = []
+    wrong: dict[str, tuple[str, Any, list[str]]] = {}  # a union reports once a member: merged
+    for details in errors:
+        key, parent, leaf = _locate(cls, details["loc"])
+        origin = _origin(key, origins) or default_origin
+        message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        if details["type"] == "extra_forbidden":
+            unknown.append(f"{origin}: unknown key `{key}`; {_suggestion(cls, parent, key, leaf)}")
+        elif details["type"] == "missing":
+            missing.append(f"{origin}: `{key}` is required and missing")
+        elif details["type"] in ("value_error", "assertion_error"):
+            invalid.append(f"{origin}: {f'`{key}`: ' if key else ''}{message}")
+        else:
+            expected = message.removeprefix("Input should be ")
+            expected = {"an object": "a mapping", "a valid array": "a list"}.get(expected, expected)
+            wrong.setdefault(key, (origin, details["input"], []))[2].append(expected)
+    for key, (origin, value, expectations) in wrong.items():
+        expected = " or ".join(dict.fromkeys(expectations))
+        invalid.append(f"{origin}: `{key}` is {value!r}; expected {expected}")
+    return unknown + missing + invalid
+
+
+def _origin(key: str, origins: dict[str, str]) -> str | None:
+    """Where `key`, or the nearest key above it, was written."""
+    while key:
+        if key in origins:
+            return origins[key]
+        key = key.rpartition(".")[0]
+    return None
+
+
+def _locate(
+    cls: type[pydantic.BaseModel], location: tuple[int | str, ...]
+) -> tuple[str, type[pydantic.BaseModel], str]:
+    """(dotted key, the model class that holds it, its last name) of a pydantic error location.
+
+    Pydantic puts the names of union members into locations; a reader's file has no such key.
+    """
+    names: list[str] = []
+    current: type[pydantic.BaseModel] = cls
+    parent, leaf = cls, ""
+    for part in location:
+        if isinstance(part, int):
+            names[-1] += f"[{part}]"
+            continue
+        field = current.model_fields.get(leaf)
+        members = _model_classes(field.annotation) if field else []
+        tagged = [member for member in members if member.__name__ == part]
+        if tagged:
+            current, leaf = tagged[0], ""
+            continue
+        if members:
+            current = next((m for m in members if part in m.model_fields), members[0])
+        elif leaf:
+            break  # the name of a member of a scalar union such as `int | str`
+        names.append(part)
+        parent, leaf = current, part
+    return ".".join(names), parent, leaf
+
+
+def _model_classes(annotation: Any) -> list[type[pydantic.BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
+        return [annotation]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        return [m for part in typing.get_args(annotation) for m in _model_classes(part)]
+    return []
+
+
+def _all_keys(cls: type[pydantic.BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in cls.model_fields.items():
+        yield f"{prefix}{name}"
+        for inner in _model_classes(field.annotation):
+            yield from _all_keys(inner, f"{prefix}{name}.")
+
+
+def _suggestion(
+    cls: type[pydantic.BaseModel], parent: type[pydantic.BaseModel], key: str, leaf: str
+) -> str:
+    prefix = key.removesuffix(leaf)
+    siblings = sorted(parent.model_fields)
+    close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean `{prefix}{close[0]}`?"
+    elsewhere = [known for known in _all_keys(cls) if known.rpartition(".")[2] == leaf]
+    close = elsewhere[:1] or difflib.get_close_matches(key, list(_all_keys(cls)), n=1, cutoff=0.6)
+    if close:
+        return f"did you mean `{close[0]}`?"
+    holder = f"`{prefix.rstrip('.')}`" if prefix else "the config"
+    return f"{holder} has the keys {', '.join(siblings)}"
