@@ -1,0 +1,100 @@
+"""Dense causal attention, with an optional sliding window: the pattern `full`.
+
+A pattern is a module with two functions of this form. Keys arrive rotated and, where a model
+transforms them before attention, transformed.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxlab.models.config import ModelConfig
+from jaxlab.models.layers import LayerKind
+from pallas_kernels import attention
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    config: ModelConfig,
+    kind: LayerKind,
+    segment_ids: jax.Array | None,
+) -> jax.Array:
+    """Attention of a whole text to itself: `[B, T, H, D]` from `[B, T, H | Hk, D]`."""
+    return attention(
+        query,
+        key,
+        value,
+        segment_ids=segment_ids,
+        sliding_window=kind.window,
+        logit_softcap=config.attention_softcap,
+        scale=config.query_scale,
+        implementation=config.attention.implementation,
+    )
+
+
+def attend_cached(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    slots: dict[str, jax.Array],
+    layer: jax.Array | int | None,
+    lengths: jax.Array,
+    *,
+    config: ModelConfig,
+    kind: LayerKind,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Append a block of T tokens to each row's slots and attend to everything the row then holds.
+
+    Args:
+      query, key, value: the block, `[B, T, H | Hk, D]`.
+      slots: `{"key", "value"}`, `[B, S, Hk, D]`, or `[L, B, S, Hk, D]` of which `layer` is meant.
+      layer: index into the leading axis, None if there is none.
+      lengths: int32 `[B]`, tokens each row holds before the block.
+
+    Returns:
+      The block's attention `[B, T, H, D]`, and `slots` with the block written.
+    """
+    slots = {
+        name: _write_block(slots[name], layer, lengths, block)
+        for name, block in (("key", key), ("value", value))
+    }
+    here = slots
+    if layer is not None:
+        here = {
+            name: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
+            for name, array in slots.items()
+        }
+    output = attention(
+        query,
+        here["key"].astype(query.dtype),
+        here["value"].astype(query.dtype),
+        q_offset=lengths,
+        kv_lengths=lengths + query.shape[1],
+        sliding_window=kind.window,
+        logit_softcap=config.attention_softcap,
+        scale=config.query_scale,
+        implementation=config.attention.implementation,
+    )
+    return output, slots
+
+
+def _write_block(
+    slots: jax.Array, layer: jax.Array | int | None, lengths: jax.Array, block: jax.Array
+) -> jax.Array:
+    """Write `block [B, T, Hk, D]` into each row of `slots` from slot `lengths[row]` on, in place."""
+    block = block.astype(slots.dtype)
+    batch, block_length = block.shape[:2]
+    if batch == 1:
+        # One contiguous copy, where a scatter would move the rows one by one.
+        start = (0, lengths[0], 0, 0)
+        if layer is None:
+            return jax.lax.dynamic_update_slice(slots, block, start)
+        return jax.lax.dynamic_update_slice(slots, block[None], (layer, *start))
+    rows = jnp.arange(batch)[:, None]
+    columns = lengths[:, None] + jnp.arange(block_length)
+    index = (rows, columns) if layer is None else (layer, rows, columns)
+    return slots.at[index].set(block, mode="drop", unique_indices=True, indices_are_sorted=True)

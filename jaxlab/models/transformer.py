@@ -1,0 +1,367 @@
+"""A decoder-only transformer as pure functions of parameters, tokens and cache.
+
+    module = Transformer(config)
+    params = init_params(module, jax.random.key(0))
+    logits = module.apply({"params": params}, tokens)
+    logits, cache = module.apply({"params": params}, tokens, cache=cache)
+
+Every layer's parameters are stacked along a leading axis, whatever its kind, so the parameter tree of
+a model does not change when its attention does. The layers run under `lax.scan` (one per group of
+`layer_groups`), so compile time is flat in depth; `unstack_layers` gives the unrolled form, which
+decodes faster on CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxlab.models.attention import Attention
+from jaxlab.models.cache import KVCache
+from jaxlab.models.config import ModelConfig
+from jaxlab.models.layers import LayerGroup, LayerKind, layer_groups, layer_kinds
+from jaxlab.models.linear import Linear
+from jaxlab.models.norm import Norm
+from jaxlab.models.rope import rope_table
+
+Params = Any
+
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+_REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class MLP(nn.Module):
+    """The feed-forward sublayer, gated (SwiGLU, GeGLU) or plain."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config = self.config
+        activation = _ACTIVATIONS[config.activation]
+
+        def widen(name: str) -> jax.Array:
+            width, axes = (config.intermediate_size,), ("embed", "mlp")
+            return Linear(config, width, axes, use_bias=config.mlp_bias, name=name)(x)
+
+        hidden = widen("up_proj")
+        hidden = activation(widen("gate_proj")) * hidden if config.gated_mlp else activation(hidden)
+        hidden = nn.with_logical_constraint(hidden, ("batch", "length", "mlp"))
+        return Linear(
+            config,
+            (config.hidden_size,),
+            ("mlp", "embed"),
+            use_bias=config.mlp_bias,
+            name="down_proj",
+        )(hidden)
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP around a residual stream."""
+
+    config: ModelConfig
+    kind: LayerKind
+
+    @nn.compact
+    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], **attention_inputs: Any):
+        """`x [B, T, D]` to `(x, slots)`; see `Attention` for the inputs."""
+        config = self.config
+        attended, slots = Attention(config, self.kind, name="attention")(
+            Norm(config, name="attention_norm")(x), rope, **attention_inputs
+        )
+        if config.post_norms:
+            attended = Norm(config, name="attention_post_norm")(attended)
+        # A parallel layer (GPT-NeoX) feeds its MLP from the layer's own input.
+        residual = x if config.parallel_residual else x + attended
+        hidden = MLP(config, name="mlp")(Norm(config, name="mlp_norm")(residual))
+        if config.post_norms:
+            hidden = Norm(config, name="mlp_post_norm")(hidden)
+        x = residual + hidden + attended if config.parallel_residual else residual + hidden
+        return nn.with_logical_constraint(x, ("batch", "length", "act_embed")), slots
+
+
+class Transformer(nn.Module):
+    """The whole model. Parameters: see `init_params`; calls: see `__call__`."""
+
+    config: ModelConfig
+
+    def setup(self) -> None:
+        config = self.config
+        self.embed = self.param("embed", _init_embedding, config)["embedding"]
+        self.layers = self._declare_layers()
+        self.final_norm = Norm(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(
+                config, (config.vocab_size,), ("embed", "vocab"), use_bias=config.lm_head_bias
+            )
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        *,
+        cache: KVCache | None = None,
+    ) -> Any:
+        """Logits of the next token at every position.
+
+        Args:
+          tokens: int32 `[B, T]`.
+          positions: int32 `[B, T]` for the rotary embedding. Default: 0, 1, … in each row, restarting
+            at each segment; with a cache, continuing from each row's length.
+          segment_ids: int32 `[B, T]`; tokens attend only within equal ids, 0 marks padding.
+          cache: append the tokens to each row of this cache and attend to what the row then holds.
+            The caller makes sure of room (`KVCache.check_room`): under jit nothing can raise.
+
+        Returns:
+          Logits, float32 `[B, T, vocab_size]`; with a cache, `(logits, cache)`.
+        """
+        hidden = self.hidden_states(tokens, positions, segment_ids, cache=cache)
+        if cache is None:
+            return self.unembed(hidden)
+        hidden, cache = hidden
+        return self.unembed(hidden), cache
+
+    def hidden_states(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        *,
+        cache: KVCache | None = None,
+    ) -> Any:
+        """As `__call__`, but what `unembed` reads: `[B, T, hidden_size]` after the final norm."""
+        config = self.config
+        if cache is not None and segment_ids is not None:
+            raise ValueError("segment_ids cannot be used with a cache: give each document a row")
+        if positions is None:
+            positions = _default_positions(tokens, segment_ids, cache)
+        x = jnp.take(self.embed, tokens, axis=0).astype(jnp.dtype(config.dtype))
+        if config.embedding_scale != 1.0:
+            # Rounded to the compute type first, as the checkpoints were trained.
+            x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        x = nn.with_logical_constraint(x, ("batch", "length", "act_embed"))
+        rope = rope_table(config, positions)
+        if not self.is_initializing():  # layers declare their parameters themselves
+            x, slots = _run_layers(config, self.layers, x, rope, segment_ids, cache)
+        hidden = self.final_norm(x)
+        if self.is_initializing():
+            self.unembed(hidden)
+        if cache is None:
+            return hidden
+        lengths = cache.lengths + tokens.shape[1]
+        return hidden, cache.replace(lengths=lengths, layers=slots)
+
+    def unembed(self, hidden: jax.Array) -> jax.Array:
+        """Logits, float32 `[..., vocab_size]`, of `hidden [..., hidden_size]`; soft cap included."""
+        config = self.config
+        if config.tie_word_embeddings:
+            logits = jnp.einsum(
+                "...d,vd->...v",
+                hidden,
+                self.embed.astype(hidden.dtype),
+                preferred_element_type=jnp.float32,
+            )
+        else:
+            logits = self.lm_head(hidden).astype(jnp.float32)
+        if config.final_softcap is not None:
+            logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
+        if logits.ndim == 3:
+            logits = nn.with_logical_constraint(logits, ("batch", "length", "vocab"))
+        return logits
+
+    def _declare_layers(self) -> Params:
+        if not self.is_initializing():
+            return self.get_variable("params", "layers")
+        return self.param("layers", _init_layers, self.config)
+
+
+def init_params(module: Transformer, key: jax.Array) -> Params:
+    """Fresh parameters, a tree of arrays of `config.param_dtype`; `jax.jit` it to shard them."""
+    return nn.unbox(_init_boxed(module, key))
+
+
+def abstract_params(module: Transformer) -> Params:
+    """The parameters' shapes and types, as `jax.ShapeDtypeStruct`s, without making them."""
+    return nn.unbox(jax.eval_shape(lambda key: _init_boxed(module, key), jax.random.key(0)))
+
+
+def logical_axes(module: Transformer) -> Params:
+    """A tree like the parameters', with a tuple of logical axis names in place of each array."""
+    boxed = jax.eval_shape(lambda key: _init_boxed(module, key), jax.random.key(0))
+    return jax.tree.map(
+        lambda box: box.names, boxed, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
+    )
+
+
+def unstack_layers(params: Params) -> Params:
+    """The same parameters with `layers` a tuple of one tree per layer, which runs unrolled.
+
+    Decoding a token reads every weight once; on CPU a scan copies each layer's slice first, the
+    unrolled form does not. The arrays are copies: drop `params` if memory matters.
+    """
+    stacked = params["layers"]
+    if isinstance(stacked, tuple):
+        return params
+    depth = jax.tree.leaves(stacked)[0].shape[0]
+    layers = tuple(jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(depth))
+    return {**params, "layers": layers}
+
+
+def _init_boxed(module: Transformer, key: jax.Array) -> Params:
+    return module.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+def _init_embedding(key: jax.Array, config: ModelConfig) -> Params:
+    initializer = nn.with_logical_partitioning(
+        nn.initializers.normal(config.initializer_range), ("vocab", "embed")
+    )
+    shape = (config.vocab_size, config.hidden_size)
+    return {"embedding": initializer(key, shape, jnp.dtype(config.param_dtype))}
+
+
+def _init_layers(key: jax.Array, config: ModelConfig) -> Params:
+    """Boxed parameters of all layers, stacked. Every kind of layer has the same tree."""
+    block = Block(config, layer_kinds(config)[0], parent=None)
+    x = jnp.zeros((1, 1, config.hidden_size), jnp.dtype(config.dtype))
+    rope = rope_table(config, jnp.zeros((1, 1), jnp.int32))
+
+    def init_one(layer_key: jax.Array) -> Params:
+        return nn.unbox(block.init(layer_key, x, rope)["params"])
+
+    boxes = jax.eval_shape(lambda k: block.init(k, x, rope)["params"], key)
+    stacked = jax.vmap(init_one)(jax.random.split(key, config.num_layers))
+    return jax.tree.map(
+        lambda box, array: nn.LogicallyPartitioned(array, ("layers", *box.names)),
+        boxes,
+        stacked,
+        is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned),
+    )
+
+
+def _default_positions(
+    tokens: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None
+) -> jax.Array:
+    index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    if cache is not None:
+        return cache.lengths[:, None] + index
+    if segment_ids is None:
+        return index
+    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
+def _run_layers(
+    config: ModelConfig,
+    layers: Params,
+    x: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    segment_ids: jax.Array | None,
+    cache: KVCache | None,
+) -> tuple[jax.Array, Any]:
+    """The residual stream after all layers, and the cache's layers with the block appended."""
+    if isinstance(layers, tuple):
+        return _run_unrolled(config, layers, x, rope, segment_ids, cache)
+    if cache is not None and cache.unstacked:
+        raise ValueError("an unstacked cache needs unstacked parameters: see unstack_layers")
+    all_slots = []
+    for index, group in enumerate(layer_groups(config)):
+        slots = None if cache is None else cache.layers[index]
+        lengths = None if cache is None else cache.lengths
+        x, slots = _run_group(config, group, layers, x, rope, segment_ids, slots, lengths)
+        all_slots.append(slots)
+    return x, tuple(all_slots)
+
+
+def _run_group(
+    config: ModelConfig,
+    group: LayerGroup,
+    layers: Params,
+    x: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    segment_ids: jax.Array | None,
+    slots: Any,
+    lengths: jax.Array | None,
+) -> tuple[jax.Array, Any]:
+    """Scan over the group's periods. The cache is carried, so that it is updated in place."""
+    period = len(group.kinds)
+
+    def split_periods(array: jax.Array) -> jax.Array:
+        array = array[group.start : group.start + group.num_layers]
+        return array.reshape(group.repeats, period, *array.shape[1:])
+
+    def run_period(carry: tuple[jax.Array, Any], inputs: tuple[Params, jax.Array]):
+        (x, slots), (period_params, index) = carry, inputs
+        for position, kind in enumerate(group.kinds):
+            params = jax.tree.map(lambda a, p=position: a[p], period_params)
+            layer_slots = None if slots is None else slots[position]
+            x, layer_slots = _apply_block(
+                config, kind, params, x, rope, segment_ids, layer_slots, index, lengths
+            )
+            if slots is not None:
+                slots = (*slots[:position], layer_slots, *slots[position + 1 :])
+        return (x, slots), None
+
+    if config.remat != "none" and slots is None:
+        # prevent_cse is for unrolled code: inside a scan it only slows things down.
+        run_period = jax.checkpoint(
+            run_period, policy=_REMAT_POLICIES[config.remat], prevent_cse=False
+        )
+    inputs = (jax.tree.map(split_periods, layers), jnp.arange(group.repeats))
+    (x, slots), _ = jax.lax.scan(run_period, (x, slots), inputs)
+    return x, slots
+
+
+def _run_unrolled(
+    config: ModelConfig,
+    layers: tuple[Params, ...],
+    x: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    segment_ids: jax.Array | None,
+    cache: KVCache | None,
+) -> tuple[jax.Array, Any]:
+    if cache is not None and not cache.unstacked:
+        raise ValueError("unstacked parameters need a cache made with unstacked=True")
+    all_slots = []
+    for index, (kind, params) in enumerate(zip(layer_kinds(config), layers, strict=True)):
+        slots = None if cache is None else cache.layers[index]
+        lengths = None if cache is None else cache.lengths
+        x, slots = _apply_block(config, kind, params, x, rope, segment_ids, slots, None, lengths)
+        all_slots.append(slots)
+    return x, tuple(all_slots)
+
+
+def _apply_block(
+    config: ModelConfig,
+    kind: LayerKind,
+    params: Params,
+    x: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    segment_ids: jax.Array | None,
+    slots: Any,
+    layer: jax.Array | None,
+    lengths: jax.Array | None,
+) -> tuple[jax.Array, Any]:
+    block = Block(config, kind, parent=None)
+    return block.apply(
+        {"params": params},
+        x,
+        rope,
+        segment_ids=segment_ids,
+        slots=slots,
+        layer=layer,
+        lengths=lengths,
+    )
