@@ -1,0 +1,5 @@
+"""Operations of language models as pure functions on arrays. Imports nothing of `jaxlab`."""
+
+from pallas_kernels.attention import attention, attention_reference
+
+__all__ = ["attention", "attention_reference"]

@@ -1,0 +1,470 @@
+"""Attention in plain XLA operations: blocked over queries and keys, fast on CPU, correct everywhere.
+
+Three ways through, chosen by shape alone:
+
+* *narrow*: few queries (decoding). One product with the whole cache, read in the layout it has.
+* *dense*: short sequences (up to `DENSE_LOGITS` logits). One block, no loop.
+* *blocked*: the rest. Flash attention (Dao et al., 2022, arXiv:2205.14135): a loop over blocks of
+  queries, inside it a loop over the blocks of keys they see, with running float32 softmax
+  statistics. Blocks outside the causal triangle, the window, the lengths, or the segments are not
+  in the loop's range, so they cost nothing, whether the offsets are known when tracing or not.
+
+The backward pass recomputes the probabilities from the saved log-sum-exp.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Spec(NamedTuple):
+    """What is known when tracing."""
+
+    causal: bool
+    sliding_window: int | None
+    logit_softcap: float | None
+    scale: float
+
+
+class Bounds(NamedTuple):
+    """What may be an array: see `pallas_kernels.attention`. `q_offset` is `[B]` or None for 0."""
+
+    q_offset: jax.Array | None = None
+    kv_lengths: jax.Array | None = None
+    segment_ids: jax.Array | None = None
+    kv_segment_ids: jax.Array | None = None
+
+
+# Measured on a 2-core x86-64 CPU by scripts/bench_attention.py.
+QUERY_BLOCK = 512
+KEY_BLOCK = 512
+DENSE_LOGITS = 2**22  # 16 MiB of float32
+NARROW_ROWS = 64  # queries x heads
+
+
+def attention_xla(q: jax.Array, k: jax.Array, v: jax.Array, spec: Spec, bounds: Bounds):
+    """`[B,T,H,D]` queries on `[B,S,Hk,D]` keys and values; checked arguments only."""
+    return _attention(q, k, v, bounds, spec)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q, k, v, bounds, spec):
+    return _forward(q, k, v, bounds, spec)[0]
+
+
+def _attention_fwd(q, k, v, bounds, spec):
+    out, logsumexp = _forward(q, k, v, bounds, spec)
+    return out, (q, k, v, bounds, out, logsumexp)
+
+
+def _attention_bwd(spec, saved, d_out):
+    q, k, v, bounds, out, logsumexp = saved
+    backward = _dense_backward if _fits_dense(q, k) else _blocked_backward
+    dq, dk, dv = backward(q, k, v, bounds, spec, out, logsumexp, d_out)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _fits_dense(q, k):
+    batch, num_queries, num_heads, _ = q.shape
+    return batch * num_heads * num_queries * k.shape[1] <= DENSE_LOGITS
+
+
+def _forward(q, k, v, bounds, spec):
+    """Output `[B,T,H,Dv]` and the logits' log-sum-exp, float32 `[B,Hk,G,T]` (+inf: saw nothing)."""
+    if q.shape[1] * q.shape[2] <= NARROW_ROWS:
+        return _narrow_forward(q, k, v, bounds, spec)
+    if _fits_dense(q, k):
+        return _dense_forward(q, k, v, bounds, spec)
+    return _blocked_forward(q, k, v, bounds, spec)
+
+
+# -- pieces shared by the three ways ---------------------------------------------------------------
+
+
+def _dot(equation, a, b):
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
+
+
+def _grouped(x, num_kv_heads):
+    """`[B,T,H,D]` to `[B,Hk,G,T,D]`: the query heads of one key head side by side."""
+    batch, time, heads, dim = x.shape
+    return x.reshape(batch, time, num_kv_heads, heads // num_kv_heads, dim).transpose(0, 2, 3, 1, 4)
+
+
+def _ungrouped(x):
+    """Inverse of `_grouped`."""
+    batch, kv_heads, group, time, dim = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(batch, time, kv_heads * group, dim)
+
+
+def _capped(logits, spec):
+    if spec.logit_softcap is None:
+        return logits
+    return spec.logit_softcap * jnp.tanh(logits * (1.0 / spec.logit_softcap))
+
+
+def _seen(spec, bounds, query_index, key_index, q_segments, kv_segments, num_keys=None):
+    """Mask, broadcastable to `[B,T,S]`, of the keys seen; None if all are.
+
+    `query_index [T]`, `key_index [S]` count from the first query and key of the arrays;
+    `q_segments [B,T]` and `kv_segments [B,S]` are those of the same queries and keys; keys from
+    `num_keys` on are padding.
+    """
+    masks = []
+    query = query_index[None, :, None]
+    key = key_index[None, None, :]
+    if bounds.q_offset is not None:
+        query = query + bounds.q_offset[:, None, None]
+    if spec.causal:
+        masks.append(key <= query)
+    if spec.sliding_window is not None:
+        masks.append(key > query - spec.sliding_window)
+    if bounds.kv_lengths is not None:
+        masks.append(key < bounds.kv_lengths[:, None, None])
+    if num_keys is not None:
+        masks.append(key < num_keys)
+    if q_segments is not None:
+        masks.append(q_segments[:, :, None] == kv_segments[:, None, :])
+    return functools.reduce(jnp.logical_and, masks) if masks else None
+
+
+def _safe(maximum):
+    """A row that has seen nothing has maximum -inf; subtract 0 from its logits instead."""
+    return jnp.where(maximum == -jnp.inf, 0.0, maximum)
+
+
+def _log_sum_exp(maximum, total):
+    return jnp.where(total > 0, maximum + jnp.log(jnp.where(total > 0, total, 1.0)), jnp.inf)
+
+
+def _reciprocal(total):
+    return jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
+
+
+# -- narrow: decoding ------------------------------------------------------------------------------
+
+
+def _narrow_forward(q, k, v, bounds, spec):
+    """All query heads against the cache as `[S, Hk·D]`, without transposing or copying it.
+
+    A batched product over key heads would make XLA reorder the cache to `[Hk,S,D]` at every step.
+    Instead the queries are laid out block-diagonally, `[T·H, Hk·D]` with zeros outside each query
+    head's own key head: one plain matrix product, bound by reading the cache once. The Hk-fold
+    extra multiplications are free at that intensity.
+    """
+    batch, num_queries, num_heads, head_dim = q.shape
+    num_keys, num_kv_heads = k.shape[1:3]
+    group = num_heads // num_kv_heads
+    own = jnp.eye(num_kv_heads, dtype=q.dtype)
+    wide = (q * jnp.asarray(spec.scale, q.dtype)).reshape(
+        batch, num_queries, num_kv_heads, group, 1, head_dim
+    ) * own[:, None, :, None]
+    wide = wide.reshape(batch, num_queries * num_heads, num_kv_heads * head_dim)
+    logits = _dot("brd,bsd->brs", wide, k.reshape(batch, num_keys, -1)).reshape(
+        batch, num_queries, num_heads, num_keys
+    )
+    logits = _capped(logits, spec)
+    seen = _seen(
+        spec,
+        bounds,
+        jnp.arange(num_queries),
+        jnp.arange(num_keys),
+        bounds.segment_ids,
+        bounds.kv_segment_ids,
+    )
+    if seen is not None:
+        logits = jnp.where(seen[:, :, None], logits, -jnp.inf)
+    maximum = _safe(logits.max(-1, keepdims=True))
+    weights = jnp.exp(logits - maximum)
+    total = weights.sum(-1, keepdims=True)
+    mixed = _dot(
+        "brs,bsd->brd",
+        weights.reshape(batch, -1, num_keys).astype(v.dtype),
+        v.reshape(batch, num_keys, -1),
+    ).reshape(batch, num_queries, num_kv_heads, group, num_kv_heads, v.shape[-1])
+    out = jnp.einsum("btkgkd->btkgd", mixed).reshape(batch, num_queries, num_heads, v.shape[-1])
+    out = (out * _reciprocal(total)).astype(q.dtype)
+    logsumexp = _log_sum_exp(maximum, total)[..., 0].reshape(batch, num_queries, num_kv_heads, group)
+    return out, logsumexp.transpose(0, 2, 3, 1)
+
+
+# -- dense: short sequences ------------------------------------------------------------------------
+
+
+def _dense_logits(q, k, bounds, spec):
+    """Capped and masked logits `[B,Hk,G,T,S]` of scaled, grouped q and k `[B,Hk,S,D]`."""
+    logits = _capped(_dot("bkgtd,bksd->bkgts", q, k), spec)
+    seen = _seen(
+        spec,
+        bounds,
+        jnp.arange(q.shape[3]),
+        jnp.arange(k.shape[2]),
+        bounds.segment_ids,
+        bounds.kv_segment_ids,
+    )
+    return logits if seen is None else jnp.where(seen[:, None, None], logits, -jnp.inf)
+
+
+def _dense_forward(q, k, v, bounds, spec):
+    grouped = _grouped(q * jnp.asarray(spec.scale, q.dtype), k.shape[2])
+    logits = _dense_logits(grouped, k.transpose(0, 2, 1, 3), bounds, spec)
+    maximum = _safe(logits.max(-1, keepdims=True))
+    weights = jnp.exp(logits - maximum)
+    total = weights.sum(-1, keepdims=True)
+    out = _dot("bkgts,bksd->bkgtd", weights.astype(v.dtype), v.transpose(0, 2, 1, 3))
+    out = _ungrouped(out * _reciprocal(total)).astype(q.dtype)
+    return out, _log_sum_exp(maximum, total)[..., 0]
+
+
+def _dense_backward(q, k, v, bounds, spec, out, logsumexp, d_out):
+    num_kv_heads = k.shape[2]
+    scaled = _grouped(q * jnp.asarray(spec.scale, q.dtype), num_kv_heads)
+    keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    d_out_grouped = _grouped(d_out, num_kv_heads)
+    delta = _delta(out, d_out, num_kv_heads)
+
+    logits = _dense_logits(scaled, keys, bounds, spec)
+    weights = jnp.exp(logits - logsumexp[..., None])
+    d_weights = _dot("bkgtd,bksd->bkgts", d_out_grouped, values)
+    d_logits = _d_logits(weights, d_weights, delta, logits, spec)
+    dv = _dot("bkgts,bkgtd->bksd", weights.astype(v.dtype), d_out_grouped)
+    dk = _dot("bkgts,bkgtd->bksd", d_logits.astype(q.dtype), scaled)
+    dq = _dot("bkgts,bksd->bkgtd", d_logits.astype(k.dtype), keys) * spec.scale
+    return _ungrouped(dq), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+
+
+def _delta(out, d_out, num_kv_heads):
+    """`sum_d out·d_out`, float32 `[B,Hk,G,T]`: what the softmax's normaliser takes back."""
+    batch, time, heads, _ = out.shape
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    return delta.reshape(batch, time, num_kv_heads, heads // num_kv_heads).transpose(0, 2, 3, 1)
+
+
+def _d_logits(weights, d_weights, delta, logits, spec):
+    d_logits = weights * (d_weights - delta[..., None])
+    if spec.logit_softcap is not None:
+        # d/dx c·tanh(x/c) = 1 - tanh², from the capped value; masked logits are -inf with weight 0.
+        tanh = jnp.where(weights > 0, logits, 0.0) * (1.0 / spec.logit_softcap)
+        d_logits = d_logits * (1.0 - tanh * tanh)
+    return d_logits
+
+
+# -- blocked: long sequences -----------------------------------------------------------------------
+
+
+class Blocks(NamedTuple):
+    """How `[T, S]` is cut: `num_queries x num_keys` blocks of `query_size x key_size`."""
+
+    query_size: int
+    key_size: int
+    num_queries: int
+    num_keys: int
+
+
+def _cut(num_queries, num_keys):
+    query_size = min(QUERY_BLOCK, num_queries)
+    key_size = min(KEY_BLOCK, num_keys)
+    return Blocks(query_size, key_size, -(-num_queries // query_size), -(-num_keys // key_size))
+
+
+def _pad(x, axis, length):
+    if x is None or x.shape[axis] == length:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - x.shape[axis])
+    return jnp.pad(x, widths)
+
+
+def _query_blocks(x, num_kv_heads, blocks):
+    """`[B,T,H,D]` to `[nq,B,Hk,G,bq,D]`, zero-padded."""
+    batch, _, heads, dim = x.shape
+    x = _pad(x, 1, blocks.num_queries * blocks.query_size)
+    x = x.reshape(
+        batch, blocks.num_queries, blocks.query_size, num_kv_heads, heads // num_kv_heads, dim
+    )
+    return x.transpose(1, 0, 3, 4, 2, 5)
+
+
+def _from_query_blocks(x, num_queries):
+    """Inverse of `_query_blocks`."""
+    count, batch, kv_heads, group, size, dim = x.shape
+    x = x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * size, kv_heads * group, dim)
+    return x[:, :num_queries]
+
+
+def _key_blocks(x, blocks):
+    """`[B,S,Hk,D]` to `[nk,B,Hk,bk,D]`, zero-padded."""
+    batch, _, heads, dim = x.shape
+    x = _pad(x, 1, blocks.num_keys * blocks.key_size)
+    return x.reshape(batch, blocks.num_keys, blocks.key_size, heads, dim).transpose(1, 0, 3, 2, 4)
+
+
+def _from_key_blocks(x, num_keys):
+    """Inverse of `_key_blocks`."""
+    count, batch, heads, size, dim = x.shape
+    return x.transpose(1, 0, 3, 2, 4).reshape(batch, count * size, heads, dim)[:, :num_keys]
+
+
+def _segment_blocks(ids, size, count):
+    """`[B,T]` to `[n,B,b]`; padding gets -1, its own segment."""
+    if ids is None:
+        return None
+    ids = jnp.pad(ids, ((0, 0), (0, size * count - ids.shape[1])), constant_values=-1)
+    return ids.reshape(ids.shape[0], count, size).transpose(1, 0, 2)
+
+
+def _key_ranges(blocks, num_keys, bounds, spec, q_segments, kv_segments):
+    """For each block of queries, the range `[first, last)` of key blocks that it sees, int32 `[nq]`.
+
+    Over all rows of the batch: a block is skipped if no row needs it.
+    """
+    query_start = np.arange(blocks.num_queries) * blocks.query_size
+    key_start = np.arange(blocks.num_keys) * blocks.key_size
+    first_query, last_query = query_start[None], query_start[None] + blocks.query_size - 1
+    if bounds.q_offset is not None:
+        first_query = bounds.q_offset[:, None] + first_query
+        last_query = bounds.q_offset[:, None] + last_query
+    first_query, last_query = first_query[:, :, None], last_query[:, :, None]
+    needed = np.ones((1, blocks.num_queries, blocks.num_keys), bool)
+    if spec.causal:
+        needed = needed & (key_start <= last_query)
+    if spec.sliding_window is not None:
+        needed = needed & (key_start + blocks.key_size - 1 > first_query - spec.sliding_window)
+    if bounds.kv_lengths is not None:
+        needed = needed & (key_start < bounds.kv_lengths[:, None, None])
+    if q_segments is not None:
+        low_q, high_q = q_segments.min(-1).T[:, :, None], q_segments.max(-1).T[:, :, None]
+        low_k, high_k = kv_segments.min(-1).T[:, None, :], kv_segments.max(-1).T[:, None, :]
+        needed = needed & (low_q <= high_k) & (low_k <= high_q)
+    needed = needed.any(0)
+    first = needed.argmax(-1)
+    last = blocks.num_keys - needed[:, ::-1].argmax(-1)
+    return first.astype(np.int32), (last * needed.any(-1)).astype(np.int32)
+
+
+def _blocked_forward(q, k, v, bounds, spec):
+    batch, num_queries, num_heads, _ = q.shape
+    num_keys, num_kv_heads = k.shape[1:3]
+    group = num_heads // num_kv_heads
+    blocks = _cut(num_queries, num_keys)
+    queries = _query_blocks(q * jnp.asarray(spec.scale, q.dtype), num_kv_heads, blocks)
+    keys, values = _key_blocks(k, blocks), _key_blocks(v, blocks)
+    q_segments = _segment_blocks(bounds.segment_ids, blocks.query_size, blocks.num_queries)
+    kv_segments = _segment_blocks(bounds.kv_segment_ids, blocks.key_size, blocks.num_keys)
+    first, last = _key_ranges(blocks, num_keys, bounds, spec, q_segments, kv_segments)
+    masked_logits = _masked_block_logits(blocks, num_keys, bounds, spec)
+
+    def one_query_block(args):
+        i, query, first, last, q_segment = args
+
+        def one_key_block(j, carry):
+            out, maximum, total = carry
+            kv_segment = None if kv_segments is None else kv_segments[j]
+            logits = masked_logits(i, j, query, keys[j], q_segment, kv_segment)
+            new_maximum = jnp.maximum(maximum, logits.max(-1))
+            safe = _safe(new_maximum)
+            weights = jnp.exp(logits - safe[..., None])
+            shrink = jnp.exp(maximum - safe)
+            total = total * shrink + weights.sum(-1)
+            mixed = _dot("bkgts,bksd->bkgtd", weights.astype(v.dtype), values[j])
+            return out * shrink[..., None] + mixed, new_maximum, total
+
+        rows = (batch, num_kv_heads, group, blocks.query_size)
+        start = (
+            jnp.zeros((*rows, v.shape[-1]), jnp.float32),
+            jnp.full(rows, -jnp.inf, jnp.float32),
+            jnp.zeros(rows, jnp.float32),
+        )
+        out, maximum, total = jax.lax.fori_loop(first, last, one_key_block, start)
+        out = (out * _reciprocal(total)[..., None]).astype(q.dtype)
+        return out, _log_sum_exp(maximum, total)
+
+    index = jnp.arange(blocks.num_queries)
+    out, logsumexp = jax.lax.map(
+        one_query_block, (index, queries, jnp.asarray(first), jnp.asarray(last), q_segments)
+    )
+    logsumexp = jnp.moveaxis(logsumexp, 0, 3).reshape(batch, num_kv_heads, group, -1)
+    return _from_query_blocks(out, num_queries), logsumexp[..., :num_queries]
+
+
+def _masked_block_logits(blocks, num_keys, bounds, spec):
+    padded = blocks.num_keys * blocks.key_size != num_keys
+
+    def masked_logits(i, j, query, key, q_segment, kv_segment):
+        logits = _capped(_dot("bkgtd,bksd->bkgts", query, key), spec)
+        seen = _seen(
+            spec,
+            bounds,
+            i * blocks.query_size + jnp.arange(blocks.query_size),
+            j * blocks.key_size + jnp.arange(blocks.key_size),
+            q_segment,
+            kv_segment,
+            num_keys if padded else None,
+        )
+        return logits if seen is None else jnp.where(seen[:, None, None], logits, -jnp.inf)
+
+    return masked_logits
+
+
+def _blocked_backward(q, k, v, bounds, spec, out, logsumexp, d_out):
+    batch, num_queries, num_heads, _ = q.shape
+    num_keys, num_kv_heads = k.shape[1:3]
+    blocks = _cut(num_queries, num_keys)
+    queries = _query_blocks(q * jnp.asarray(spec.scale, q.dtype), num_kv_heads, blocks)
+    keys, values = _key_blocks(k, blocks), _key_blocks(v, blocks)
+    d_outs = _query_blocks(d_out, num_kv_heads, blocks)
+    q_segments = _segment_blocks(bounds.segment_ids, blocks.query_size, blocks.num_queries)
+    kv_segments = _segment_blocks(bounds.kv_segment_ids, blocks.key_size, blocks.num_keys)
+    first, last = _key_ranges(blocks, num_keys, bounds, spec, q_segments, kv_segments)
+    masked_logits = _masked_block_logits(blocks, num_keys, bounds, spec)
+
+    def row_blocks(x):
+        x = _pad(x, 3, blocks.num_queries * blocks.query_size)
+        return jnp.moveaxis(x.reshape(*x.shape[:3], blocks.num_queries, blocks.query_size), 3, 0)
+
+    def one_query_block(carry, args):
+        i, query, d_out, logsumexp, delta, first, last, q_segment = args
+
+        def one_key_block(j, carry):
+            dq, dk, dv = carry
+            key = keys[j]
+            kv_segment = None if kv_segments is None else kv_segments[j]
+            logits = masked_logits(i, j, query, key, q_segment, kv_segment)
+            weights = jnp.exp(logits - logsumexp[..., None])
+            d_weights = _dot("bkgtd,bksd->bkgts", d_out, values[j])
+            d_logits = _d_logits(weights, d_weights, delta, logits, spec)
+            dv = dv.at[j].add(_dot("bkgts,bkgtd->bksd", weights.astype(v.dtype), d_out))
+            d_logits = d_logits.astype(q.dtype)
+            dk = dk.at[j].add(_dot("bkgts,bkgtd->bksd", d_logits, query))
+            return dq + _dot("bkgts,bksd->bkgtd", d_logits, key), dk, dv
+
+        dq = jnp.zeros(query.shape, jnp.float32)
+        dq, dk, dv = jax.lax.fori_loop(first, last, one_key_block, (dq, *carry))
+        return (dk, dv), (dq * spec.scale).astype(q.dtype)
+
+    start = (jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32))
+    (dk, dv), dq = jax.lax.scan(
+        one_query_block,
+        start,
+        (
+            jnp.arange(blocks.num_queries),
+            queries,
+            d_outs,
+            row_blocks(logsumexp),
+            row_blocks(_delta(out, d_out, num_kv_heads)),
+            jnp.asarray(first),
+            jnp.asarray(last),
+            q_segments,
+        ),
+    )
+    return (
+        _from_query_blocks(dq, num_queries),
+        _from_key_blocks(dk, num_keys),
+        _from_key_blocks(dv, num_keys),
+    )
