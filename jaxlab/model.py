@@ -1,0 +1,205 @@
+"""A loaded language model: module, parameters, configuration and tokenizer in one hand.
+
+    model = jaxlab.load("smollm2-135m-instruct")
+    print(model.generate("What is the capital of France?", max_new_tokens=64)[0])
+
+Everything numerical is a pure function of parameters: `apply`, `extend` and the Linen `module` take
+them as an argument, so they go through `jax.jit`, `jax.grad` and `jax.vmap` as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlab import checkpoints
+from jaxlab.config import parse_config
+from jaxlab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
+from jaxlab.models import KVCache, ModelConfig, Transformer, init_cache
+
+if TYPE_CHECKING:
+    from jaxlab.inference import Generator
+
+Params = Any
+Prompt = str | Sequence[dict[str, str]]
+
+
+class Model:
+    """A decoder-only language model ready to use.
+
+    Attributes:
+      module: the Linen module, `module.apply({"params": params}, tokens)`.
+      params: its parameters, a tree of `jax.Array`.
+      config: the frozen `ModelConfig`.
+      tokenizer: a `Tokenizer`, or None for a model that came without one.
+    """
+
+    def __init__(self, module: Transformer, params: Params, tokenizer: Tokenizer | None = None):
+        if tokenizer is not None:
+            check_vocabulary(tokenizer, module.config)
+        self.module = module
+        self.params = params
+        self.tokenizer = tokenizer
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.module.config
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters in all, embeddings included."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+    def apply(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits, float32 `[B, T, V]`, of `tokens`, int32 `[B, T]`: pure, and jit-able.
+
+        `positions` and `segment_ids`, int32 `[B, T]`, are those of `Transformer.__call__`.
+        """
+        return self.module.apply({"params": params}, tokens, positions, segment_ids)
+
+    def __call__(self, tokens: Any) -> jax.Array:
+        """Logits `[B, T, V]` with the model's own parameters; `tokens` is `[B, T]` or one row `[T]`."""
+        tokens = jnp.asarray(tokens, jnp.int32)
+        return self._jitted_apply(self.params, tokens[None] if tokens.ndim == 1 else tokens)
+
+    def init_cache(self, batch_size: int, max_length: int, **options: Any) -> KVCache:
+        """An empty cache of `batch_size` rows of `max_length` tokens; see `jaxlab.models.init_cache`."""
+        return init_cache(self.config, batch_size, max_length, **options)
+
+    def extend(self, params: Params, cache: KVCache, tokens: Any) -> tuple[jax.Array, KVCache]:
+        """Append `tokens`, int32 `[B, T]`, to the cache's rows: `(logits [B, T, V], cache)`.
+
+        Pure: the cache given stays valid, so a speculative block can be tried and thrown away. Right-pad
+        rows of different lengths, then `cache.rewind(true_lengths)`.
+
+        Raises:
+          PromptError: outside jit, if a row has no room for T more tokens.
+        """
+        tokens = jnp.asarray(tokens, jnp.int32)
+        cache.check_room(tokens.shape[1])
+        return self._jitted_extend(params, cache, tokens)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        seed: int = 0,
+        **sampling: Any,
+    ) -> list[str]:
+        """Continue each prompt; one string a prompt, without the prompt.
+
+        Args:
+          prompts: one prompt or a list. A prompt is a string, continued as it stands, or a list of chat
+            messages `{"role": …, "content": …}`, put through the tokenizer's chat template.
+          max_new_tokens: at most so many tokens.
+          temperature: 0 takes the likeliest token each time.
+          top_p: sample from the smallest set of tokens with at least this probability.
+          top_k: sample from the k likeliest; None from all.
+          stop: end before the first of these strings.
+          seed: the same seed gives a prompt the same text, whatever else is in the batch.
+          **sampling: the further fields of `jaxlab.inference.SamplingParams`.
+
+        Raises:
+          PromptError: a prompt is empty or longer than the model's context.
+        """
+        from jaxlab.inference import SamplingParams
+
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            seed=seed,
+            **sampling,
+        )
+        return [generation.text for generation in self.generator.generate(prompts, params)]
+
+    @cached_property
+    def generator(self) -> Generator:
+        """The engine behind `generate`, with its compiled functions; also streams."""
+        from jaxlab.inference import Generator
+
+        return Generator(self.module, self.params, self.tokenizer)
+
+    def save(self, directory: str | Path) -> Path:
+        """Write a Hugging Face directory that `transformers` and `jaxlab.load` read; atomic.
+
+        Raises:
+          StorageError: the disk is full or not writable. What was there before is untouched.
+        """
+        checkpoints.save_pretrained(directory, self.params, self.config, self.tokenizer)
+        return Path(directory)
+
+    def __repr__(self) -> str:
+        config = self.config
+        return (
+            f"Model({config.architecture}, {self.num_parameters / 1e6:.1f}M parameters, "
+            f"{config.num_layers} layers, width {config.hidden_size}, {config.param_dtype})"
+        )
+
+    @cached_property
+    def _jitted_apply(self) -> Any:
+        return jax.jit(self.apply)
+
+    @cached_property
+    def _jitted_extend(self) -> Any:
+        return jax.jit(partial(_extend, self.module))
+
+
+def load(source: str | Path, *, mesh: jax.sharding.Mesh | None = None, **overrides: Any) -> Model:
+    """Load a model from a name, a directory, a file or the hub.
+
+    Args:
+      source: a name of `jaxlab.checkpoints.NAMED_MODELS` such as `"smollm2-135m-instruct"`; a Hugging
+        Face directory with safetensors; a `.gguf` file; or a hub id `"organisation/name"`.
+      mesh: place each parameter on its shards of this mesh while it is read, by the rules of
+        `jaxlab.training.sharding`. Default: the default device.
+      **overrides: fields of `ModelConfig`, for example `dtype="bfloat16"`; a section such as
+        `attention` takes a dict.
+
+    Raises:
+      CheckpointError: the source is missing, malformed or does not fit its configuration.
+      ConfigError: an override is unknown or of the wrong type.
+      TokenizerError: the tokenizer has more tokens than the model.
+    """
+    path = checkpoints.resolve(source)
+    config = checkpoints.read_config(path)
+    if overrides:
+        tree = {**config.model_dump(mode="json"), **overrides}
+        config = parse_config(ModelConfig, tree, default_origin=f"load({str(source)!r})")
+    module = Transformer(config)
+    shardings = None
+    if mesh is not None:
+        from jaxlab.training.sharding import param_shardings
+
+        shardings = param_shardings(module, mesh)
+    tokenizer = load_tokenizer(path)
+    check_vocabulary(tokenizer, config)
+    params = checkpoints.load_params(
+        path, config, shardings=shardings, param_dtype=config.param_dtype
+    )
+    return Model(module, params, tokenizer)
+
+
+def _extend(
+    module: Transformer, params: Params, cache: KVCache, tokens: jax.Array
+) -> tuple[jax.Array, KVCache]:
+    return module.apply({"params": params}, tokens, cache=cache)
