@@ -29,8 +29,8 @@ def cross_entropy(
         arXiv:2204.02311, section 5, uses 1e-4).
 
     Returns:
-      The loss in nats per target, and float32 scalars: `loss`, `cross_entropy` (the loss without the
-      z-term), `z_loss` (that term) and `weight` (the sum of the mask, by which a mean over
+      The loss in nats per target, and float32 scalars: `loss`, `cross_entropy` (the loss without
+      the z-term), `z_loss` (that term) and `weight` (the sum of the mask, by which a mean over
       micro-batches has to weigh them).
     """
     weights = _weights(targets, mask)
@@ -50,9 +50,9 @@ def chunked_cross_entropy(
 ) -> tuple[Float[Array, ""], Metrics]:
     """`cross_entropy(unembed(hidden), …)` without ever holding `[batch, time, vocab]`.
 
-    The time axis is walked in chunks. Under differentiation each chunk's gradient is taken while its
-    logits are there, so that the backward pass only scales what is stored: one third less arithmetic
-    than rematerialising the logits, for one accumulator of the size of the unembedding.
+    The time axis is walked in chunks. Under differentiation each chunk's gradient is taken while
+    its logits are there, so that the backward pass only scales what is stored: a quarter less
+    arithmetic than rematerialising the logits, for one accumulator as large as the unembedding.
 
     Args:
       hidden: final hidden states, any float type.
@@ -60,9 +60,9 @@ def chunked_cross_entropy(
         parameters; they get their gradients.
       targets, mask, z_loss: as in `cross_entropy`.
       chunk_size: positions of each row in a chunk.
-      shards: over how many devices the mesh splits (batch, time). Chunks are cut within a shard, so
-        that no device needs another's rows, and each shard sums its own gradient of the unembedding,
-        so that devices exchange it once and not once per chunk.
+      shards: over how many devices the mesh splits (batch, time). Chunks are cut within a shard,
+        so that no device needs another's rows, and each shard sums its own gradient of the
+        unembedding, so that devices exchange it once and not once per chunk.
 
     Returns:
       As `cross_entropy`; values and gradients are the same up to the order of summation.

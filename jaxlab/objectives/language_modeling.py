@@ -37,8 +37,8 @@ def language_modeling(
 
     Returns:
       objective(params, batch, rng) -> (loss, metrics). `batch` holds `tokens` and `targets` (int32
-      `[batch, time]`) and may hold `loss_mask` (float32), `positions` and `segment_ids` (int32), all
-      of that shape. `rng` is not used.
+      `[batch, time]`) and may hold `loss_mask` (float32), `positions` and `segment_ids` (int32),
+      all of that shape. `rng` is not used.
     """
 
     def objective(params, batch: dict[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, Metrics]:
