@@ -198,5 +198,3 @@ def finish_rows(
 def row_origin(row_id: int) -> tuple[int, int]:
     """`(document index, token offset)` of a row's first token, from its `row_ids` entry."""
     return int(row_id) >> 32, int(row_id) & 0xFFFFFFFF
-
-

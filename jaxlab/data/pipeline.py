@@ -7,6 +7,9 @@ process tokenises everything: `num_workers` threads of a fast tokenizer make som
 second, and a process needs `batch_size * sequence_length` of them a step.
 """
 
+import atexit
+import weakref
+
 import numpy as np
 
 import grain
@@ -63,7 +66,9 @@ def make_pipeline(
         batch_size.
     """
     if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index {process_index} is not below process_count {process_count}")
+        raise ValueError(
+            f"process_index {process_index} is not below process_count {process_count}"
+        )
     if config.batch_size % process_count:
         low = config.batch_size // process_count * process_count
         near = f"{low} or {low + process_count}" if low else str(process_count)
@@ -97,6 +102,7 @@ class DataPipeline:
         self._source = source
         self._identity = _json_like(identity)
         self._start = self.get_state()
+        _open_pipelines.add(self)
 
     def __iter__(self) -> "DataPipeline":
         return self
@@ -149,8 +155,20 @@ class DataPipeline:
         return f"{self._source.describe(document)}, token {offset}"
 
     def close(self) -> None:
-        """Stops the prefetch threads; the pipeline can't be used afterwards."""
-        self._iterator.close()
+        """Stops the prefetch threads; the pipeline can't be used afterwards. Twice is harmless."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
+
+
+# grain's iterators complain when the interpreter takes their modules away before them.
+_open_pipelines: weakref.WeakSet[DataPipeline] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_pipelines() -> None:
+    for pipeline in list(_open_pipelines):
+        pipeline.close()
 
 
 def _dataset(
@@ -196,9 +214,7 @@ def _dataset(
         rows = grain.experimental.FlatMapIterDataset(documents, _Pieces(config.sequence_length))
     if shuffle:
         window = config.shuffle_rows or max(1, _SHUFFLED_TOKENS // config.sequence_length)
-        rows = grain.experimental.WindowShuffleIterDataset(
-            rows, window_size=window, seed=row_seed
-        )
+        rows = grain.experimental.WindowShuffleIterDataset(rows, window_size=window, seed=row_seed)
 
     share = config.batch_size // process_count
     first = process_index * share

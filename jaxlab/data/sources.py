@@ -406,7 +406,9 @@ def _open_dataset(
     if split == "validation" and held_out:
         return _table(loaded[held_out], f"{name}:{held_out}", config), True
     if "train" in loaded:
-        return _table(loaded["train"], f"{name}:train", config), split is not None and bool(held_out)
+        return _table(loaded["train"], f"{name}:train", config), split is not None and bool(
+            held_out
+        )
     if len(loaded) == 1:
         (key,) = loaded
         return _table(loaded[key], f"{name}:{key}", config), False
