@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -34,6 +34,15 @@ class RopeScaling(_Frozen):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> RopeScaling:
+        if self.type in ("llama3", "yarn") and self.original_max_position_embeddings is None:
+            raise ValueError(
+                f"rope scaling {self.type!r} needs original_max_position_embeddings, "
+                "the context in tokens that the model was first trained at"
+            )
+        return self
 
 
 class AttentionConfig(_Frozen):
@@ -125,7 +134,7 @@ class ModelConfig(_Frozen):
         return data
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> ModelConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: "

@@ -10,11 +10,14 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int
 
 from jaxlab.models.config import ModelConfig, RopeScaling
 
 
-def rope_table(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_table(
+    config: ModelConfig, positions: Int[Array, "B T"]
+) -> tuple[Float32[Array, "B T R"], Float32[Array, "B T R"]]:
     """Cosines and sines of the rotation angles at `positions`.
 
     Args:
@@ -35,7 +38,9 @@ def rope_table(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, ja
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def apply_rope(
+    x: Float[Array, "B T H D"], cos: Float32[Array, "B T R"], sin: Float32[Array, "B T R"]
+) -> Float[Array, "B T H D"]:
     """Rotate the first `2 * cos.shape[-1]` channels of `x [B, T, H, D]`; the rest pass through.
 
     `cos`, `sin` are float32 `[B, T, R / 2]` from `rope_table`. The result has the type of `x`.
@@ -63,7 +68,8 @@ def _static_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
         return frequencies, 1.0
     if scaling.type == "linear":
         return frequencies / scaling.factor, 1.0
-    trained_length = scaling.original_max_position_embeddings or config.max_position_embeddings
+    trained_length = scaling.original_max_position_embeddings
+    assert trained_length is not None  # RopeScaling refuses llama3 and yarn without it
     if scaling.type == "llama3":
         return _llama3_frequencies(frequencies, scaling, trained_length), 1.0
     return _yarn_frequencies(frequencies, config, scaling, trained_length)

@@ -18,6 +18,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
 
 from jaxlab.models.attention import Attention
 from jaxlab.models.cache import KVCache
@@ -49,7 +50,7 @@ class MLP(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         config = self.config
         activation = _ACTIVATIONS[config.activation]
 
@@ -110,9 +111,9 @@ class Transformer(nn.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,
-        positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
         *,
         cache: KVCache | None = None,
     ) -> Any:
@@ -137,9 +138,9 @@ class Transformer(nn.Module):
 
     def hidden_states(
         self,
-        tokens: jax.Array,
-        positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
         *,
         cache: KVCache | None = None,
     ) -> Any:
@@ -165,7 +166,7 @@ class Transformer(nn.Module):
         lengths = cache.lengths + tokens.shape[1]
         return hidden, cache.replace(lengths=lengths, layers=slots)
 
-    def unembed(self, hidden: jax.Array) -> jax.Array:
+    def unembed(self, hidden: Float[Array, "*rows D"]) -> Float32[Array, "*rows V"]:
         """Logits, float32 `[..., vocab_size]`, of `hidden [..., hidden_size]`; soft cap included."""
         config = self.config
         if config.tie_word_embeddings:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from jaxlab.models.config import ModelConfig
 from jaxlab.models.layers import LayerKind
@@ -15,14 +16,14 @@ from pallas_kernels import attention
 
 
 def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hk D"],
+    value: Float[Array, "B T Hk D"],
     *,
     config: ModelConfig,
     kind: LayerKind,
-    segment_ids: jax.Array | None,
-) -> jax.Array:
+    segment_ids: Int[Array, "B T"] | None,
+) -> Float[Array, "B T H D"]:
     """Attention of a whole text to itself: `[B, T, H, D]` from `[B, T, H | Hk, D]`."""
     return attention(
         query,
@@ -37,16 +38,16 @@ def attend(
 
 
 def attend_cached(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hk D"],
+    value: Float[Array, "B T Hk D"],
     slots: dict[str, jax.Array],
     layer: jax.Array | int | None,
-    lengths: jax.Array,
+    lengths: Int[Array, " B"],
     *,
     config: ModelConfig,
     kind: LayerKind,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[Float[Array, "B T H D"], dict[str, jax.Array]]:
     """Append a block of T tokens to each row's slots and attend to everything the row then holds.
 
     Args:
