@@ -1,5 +1,7 @@
 """A row of a batch made readable, to see what a model is really trained on."""
 
+import itertools
+
 import numpy as np
 
 
@@ -31,8 +33,8 @@ def render_row(batch: dict[str, np.ndarray], row: int, tokenizer, *, width: int 
         columns = np.flatnonzero(segments == number)
         first, last = int(columns[0]), int(columns[-1])
         lines.append(
-            f"segment {number}: columns {first}–{last}, positions "
-            f"{batch['positions'][row, first]}–{batch['positions'][row, last]}"
+            f"segment {number}: columns {first}-{last}, positions "
+            f"{batch['positions'][row, first]}-{batch['positions'][row, last]}"
         )
         text = _marked(tokens[columns], learned[columns], tokenizer)
         lines += [text[start : start + width] for start in range(0, len(text), width)]
@@ -43,7 +45,7 @@ def _marked(tokens: np.ndarray, learned: np.ndarray, tokenizer) -> str:
     """The text of a segment, runs of tokens that are not learned in ⟦⟧."""
     parts = []
     edges = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(tokens)]
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
+    for start, end in itertools.pairwise(edges):
         text = tokenizer.decode(tokens[start:end].tolist(), skip_special_tokens=False)
         text = text.replace("\n", "⏎")
         parts.append(text if learned[start] else f"⟦{text}⟧")

@@ -10,9 +10,9 @@ second, and a process needs `batch_size * sequence_length` of them a step.
 import atexit
 import weakref
 
+import grain
 import numpy as np
 
-import grain
 from jaxlab.data.config import DataConfig
 from jaxlab.data.packing import encode_document, finish_rows, row_origin, split_document
 from jaxlab.data.sources import Source, Split, open_split

@@ -21,10 +21,11 @@ from pathlib import Path
 
 from jaxlab.errors import DataError
 
-_SKIPPED = frozenset(
-    "__pycache__ dist-packages distutils encodings ensurepip idle_test idlelib lib2to3 pydoc_data "
-    "site-packages test tests tkinter turtledemo".split()
-)
+_SKIPPED = {
+    *("test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages"),
+    *("distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"),
+    *("encodings", "pydoc_data"),
+}
 # Part of the cached file's name: raise it when the corpus changes.
 _FORMAT = 1
 
@@ -42,7 +43,7 @@ def documents() -> list[tuple[str, str]]:
     version = ".".join(map(str, sys.version_info[:3]))
     path = cache_directory() / f"python-docs-{version}-{_FORMAT}.jsonl"
     try:
-        with open(path, encoding="utf-8") as file:
+        with path.open(encoding="utf-8") as file:
             return [tuple(json.loads(line)) for line in file]
     except (OSError, ValueError):
         pass
@@ -141,7 +142,7 @@ def _write(path: Path, corpus: list[tuple[str, str]]) -> None:
             temporary = file.name
             for document in corpus:
                 file.write(json.dumps(document) + "\n")
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     except OSError:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)

@@ -190,7 +190,7 @@ class TextFile:
 
     def __init__(self, path: Path, separator: str | None = None):
         self._path = path
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         spans = self._separated(separator.encode()) if separator else self._sections()
         kept = [(start, end) for start, end in spans if self._map[start:end].strip()]
@@ -208,7 +208,7 @@ class TextFile:
 
     def describe(self, index: int) -> str:
         start, end = self._spans[index]
-        return f"{self._path} bytes {start}–{end}"
+        return f"{self._path} bytes {start}-{end}"
 
     def _separated(self, separator: bytes):
         start = 0
@@ -247,7 +247,7 @@ class JsonLines:
         self._path = path
         self._fields = (text_field, messages_field)
         readable = _unpacked(path) if path.suffix in (".gz", ".zst") else path
-        self._file = open(readable, "rb")  # noqa: SIM115 — kept open as long as the source
+        self._file = readable.open("rb")
         starts, ends = _line_spans(readable)
         self._lines = np.flatnonzero(ends - starts > 1)  # more than a carriage return
         self._starts, self._ends = starts[self._lines], ends[self._lines]
@@ -281,7 +281,7 @@ class JsonLines:
 def _line_spans(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Byte offsets of where each line starts and ends (before its newline), int64 each."""
     ends, position = [], 0
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         while block := file.read(1 << 24):
             newlines = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
             ends.append(newlines.astype(np.int64) + position)
@@ -315,7 +315,7 @@ def _unpacked(path: Path) -> Path:
             temporary = Path(unpacked.name)
             with _decompressing(path) as packed:
                 shutil.copyfileobj(packed, unpacked, 1 << 20)
-        os.replace(temporary, target)
+        temporary.replace(target)
     except (gzip.BadGzipFile, EOFError, UnicodeError) as error:
         raise DataError(f"{path}: the file is damaged ({error}); fetch or write it again") from None
     except OSError as error:
@@ -466,9 +466,10 @@ def _load_parquet(files: Sequence[Path]):
         )
     except Exception as error:
         cause = error.__cause__ or error
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         raise DataError(
-            f"{files[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''}: not readable "
-            f"as parquet ({type(cause).__name__}: {str(cause):.200}); fetch or write it again"
+            f"{files[0]}{more}: not readable as parquet ({type(cause).__name__}: "
+            f"{cause!s:.200}); fetch or write it again"
         ) from error
 
 
