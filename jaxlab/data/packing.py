@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Int
 
-from jaxlab.data.sources import Document
+from jaxlab.data.documents import Document
 from jaxlab.errors import DataError
 
 TOKEN, LEARNED, DOCUMENT, OFFSET = range(4)

@@ -14,8 +14,9 @@ import grain
 import numpy as np
 
 from jaxlab.data.config import DataConfig
+from jaxlab.data.documents import Source, Split
 from jaxlab.data.packing import encode_document, finish_rows, row_origin, split_document
-from jaxlab.data.sources import Source, Split, open_split
+from jaxlab.data.sources import open_split
 from jaxlab.errors import DataError
 
 # What decides the order and the content of the rows, so what a saved position depends on.

@@ -110,7 +110,10 @@ def _modules(root: Path) -> Iterator[tuple[str, str]]:
             gc.enable()
 
 
-def _docstrings(node: ast.AST, name: str) -> Iterator[str]:
+_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _docstrings(node: _Documented, name: str) -> Iterator[str]:
     """The docstrings of a module, class or function and of what it defines, outermost first."""
     docstring = (ast.get_docstring(node) or "").strip()
     if docstring:
@@ -121,7 +124,7 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[str]:
             yield from _docstrings(child, outer + child.name)
 
 
-def _heading(node: ast.AST, name: str) -> str:
+def _heading(node: _Documented, name: str) -> str:
     if isinstance(node, ast.Module):
         return f"Module {name}"
     if isinstance(node, ast.ClassDef):
