@@ -24,6 +24,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 # Without these libtpu asks a metadata server that is not there, and says so at length.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# Several test processes compile for a TPU at the same time.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("TPU_LIBRARY_LOG_LEVEL", "3")
 os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
