@@ -13,6 +13,7 @@ decodes faster on CPU.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -190,6 +191,7 @@ class Transformer(nn.Module):
         return self.param("layers", _init_layers, self.config)
 
 
+@partial(jax.jit, static_argnums=0)
 def init_params(module: Transformer, key: jax.Array) -> Params:
     """Fresh parameters, a tree of arrays of `config.param_dtype`; `jax.jit` it to shard them."""
     return nn.unbox(_init_boxed(module, key))

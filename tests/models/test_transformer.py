@@ -25,7 +25,7 @@ TINY = {
     "num_layers": 4,
     "num_heads": 4,
     "num_kv_heads": 2,
-    "initializer_range": 0.3,  # large enough that a wrong mask shows
+    "initializer_range": 0.15,  # large enough that a wrong mask shows
 }
 # Every feature a family turns on, in combinations no single family has.
 CONFIGS = {
@@ -86,10 +86,7 @@ def test_logits_are_float32_and_every_parameter_matters(model):
     assert logits.dtype == jnp.float32
     grads = jax.grad(lambda p: jnp.sum(jnp.sin(apply(p, tokens))))(params)
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
-        name = jax.tree_util.keystr(path)
-        if "k_proj" in name and "bias" in name and module.config.rotary_fraction == 1:
-            continue  # rotated, so it does matter, but the norm below is what is checked
-        assert float(jnp.max(jnp.abs(grad))) > 0, f"{name} has no influence"
+        assert float(jnp.max(jnp.abs(grad))) > 0, f"{jax.tree_util.keystr(path)} has no influence"
 
 
 def test_unrolled_equals_scanned(model):
@@ -160,28 +157,27 @@ def test_rows_of_different_lengths_equal_each_row_alone(model):
         )
 
 
-@settings(max_examples=10, deadline=None)
-@given(data=st.data())
-def test_rewinding_is_as_if_never_extended(data):
-    module = Transformer(CONFIGS["three_groups"])
-    params = init_params(module, jax.random.key(0))
-    extend = jax.jit(lambda c, t: module.apply({"params": params}, t, cache=c))
-    tokens = random_tokens((2, 4))
-    first, rejected = random_tokens((2, 5), seed=3), random_tokens((2, 3), seed=4)
-    keep = [data.draw(st.integers(2, 8), label=f"row {row}") for row in range(2)]
+REWIND_MODULE = Transformer(CONFIGS["three_groups"])
+REWIND_PARAMS = init_params(REWIND_MODULE, jax.random.key(0))
+EXTEND = jax.jit(lambda c, t: REWIND_MODULE.apply({"params": REWIND_PARAMS}, t, cache=c))
+APPLY = jax.jit(lambda t: REWIND_MODULE.apply({"params": REWIND_PARAMS}, t))
 
-    _, cache = extend(init_cache(module.config, 2, 16), first)
+
+@settings(max_examples=20, deadline=None)
+@given(keep=st.lists(st.integers(2, 8), min_size=2, max_size=2), seed=st.integers(0, 99))
+def test_rewinding_is_as_if_never_extended(keep, seed):
+    tokens = random_tokens((2, 4), seed)
+    history = random_tokens((2, 8), seed + 100)
+    _, cache = EXTEND(init_cache(REWIND_MODULE.config, 2, 16), history[:, :5])
     cache = cache.commit(2)
-    _, cache = extend(cache, rejected)
-    tried, tried_cache = extend(cache.rewind(keep), tokens)
+    _, cache = EXTEND(cache, history[:, 5:])
+    tried, cache = EXTEND(cache.rewind(keep), tokens)
 
-    history = jnp.concatenate([first, rejected], axis=1)
     for row, n in enumerate(keep):
-        _, fresh = extend(init_cache(module.config, 1, 16), history[row : row + 1, :n])
-        expected, _ = extend(fresh, tokens[row : row + 1])
-        np.testing.assert_allclose(tried[row], expected[0], atol=TOLERANCE)
-    assert tried_cache.lengths.tolist() == [n + 4 for n in keep]
-    assert tried_cache.committed.tolist() == [2, 2]
+        kept = jnp.concatenate([history[row, :n], tokens[row], history[row, n:]])  # 12 in all
+        np.testing.assert_allclose(tried[row], APPLY(kept[None])[0, n : n + 4], atol=TOLERANCE)
+    assert cache.lengths.tolist() == [n + 4 for n in keep]
+    assert cache.committed.tolist() == [2, 2]
 
 
 def test_cache_moves_refuse_what_they_cannot_do():
