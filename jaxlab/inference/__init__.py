@@ -1,0 +1,27 @@
+"""Decoding: sampling, batched and streamed generation."""
+
+from jaxlab.inference.generator import Generation, Generator, Timing, generate, stream
+from jaxlab.inference.sampling import (
+    Processors,
+    RowSettings,
+    SamplingParams,
+    processed_logits,
+    processed_probabilities,
+    row_settings,
+    sample,
+)
+
+__all__ = [
+    "Generation",
+    "Generator",
+    "Processors",
+    "RowSettings",
+    "SamplingParams",
+    "Timing",
+    "generate",
+    "processed_logits",
+    "processed_probabilities",
+    "row_settings",
+    "sample",
+    "stream",
+]

@@ -1,0 +1,462 @@
+"""Continue prompts: batched or streamed, with as few compiled shapes as possible.
+
+    generator = Generator(module, params, tokenizer)
+    [generation] = generator.generate("Once upon a time", SamplingParams(max_new_tokens=32))
+
+A prompt is read in blocks (`prefill`), then tokens are made one at a time, several per device call
+(`decode`). Rows of different lengths share a batch: each is right-padded, and rewound to its length.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlab.data.tokenizers import Tokenizer
+from jaxlab.errors import PromptError
+from jaxlab.inference.buckets import batch_bucket, cache_bucket, prefill_blocks
+from jaxlab.inference.sampling import (
+    Processors,
+    RowSettings,
+    SamplingParams,
+    mark_present,
+    row_settings,
+    sample,
+)
+from jaxlab.inference.stopping import FinishReason, RowText
+from jaxlab.models import KVCache, Transformer, init_cache, unstack_layers
+
+Params = Any
+Prompt = str | Sequence[dict[str, str]] | Sequence[int]
+
+PREFILL_BLOCK = 512
+DECODE_BLOCK = 32  # tokens per device call; the size of its output buffer
+WATCHED_BLOCK = 8  # when stop strings are looked for between calls
+STREAM_BLOCK = 4
+BATCH_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a batch took, compilation included the first time, and how many tokens it moved."""
+
+    prompt_tokens: int
+    new_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return self.prompt_tokens / self.prefill_seconds
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Of all rows together. The first token of each row belongs to the prefill."""
+        return self.new_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one prompt was continued with.
+
+    Attributes:
+      text: the new text, without special tokens, cut before a stop string; "" without a tokenizer.
+      token_ids: the new tokens, an end-of-sequence token included.
+      finish_reason: "stop" at an end-of-sequence token or a stop string, "length" at
+        `max_new_tokens` or the end of the context.
+      prompt_length: tokens of the prompt.
+      timing: of the batch that the prompt was in.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    prompt_length: int
+    timing: Timing = field(repr=False, compare=False)
+
+
+class _Rows(NamedTuple):
+    """A batch between two decoding calls.
+
+    `token` int32 `[B]` is sampled but not yet in the cache; `remaining` int32 `[B]` counts the tokens
+    that a row may still get, 0 once it is finished; `presence` is bool `[B, V]` or None.
+    """
+
+    cache: KVCache
+    token: jax.Array
+    remaining: jax.Array
+    presence: jax.Array | None
+
+
+class Generator:
+    """A model with its compiled prefill and decoding functions; keep it, and nothing compiles twice.
+
+    Args:
+      module: the transformer.
+      params: its parameters, stacked or unstacked.
+      tokenizer: None to work with token ids only.
+      unstack: run the layers unrolled (see `unstack_layers`): decodes faster on CPU, compiles slower,
+        and holds a second copy of the layers. Default: on a single CPU device only.
+      prefill_block: tokens of each row read at a time, which bounds the memory of a long prompt.
+    """
+
+    def __init__(
+        self,
+        module: Transformer,
+        params: Params,
+        tokenizer: Tokenizer | None = None,
+        *,
+        unstack: bool | None = None,
+        prefill_block: int = PREFILL_BLOCK,
+    ):
+        if prefill_block < 1:
+            raise ValueError(f"prefill_block={prefill_block}: it must be at least 1 token")
+        self.module = module
+        self.tokenizer = tokenizer
+        self.prefill_block = prefill_block
+        already = isinstance(params["layers"], tuple)
+        self.unstacked = already or (_on_one_cpu(params) if unstack is None else unstack)
+        self.params = unstack_layers(params) if self.unstacked else params
+        self.eos_token_ids = module.config.eos_token_ids
+        if not self.eos_token_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
+            self.eos_token_ids = (tokenizer.eos_token_id,)
+        self._prefill = jax.jit(partial(_prefill, module), donate_argnames="cache")
+        self._first = jax.jit(
+            partial(_first_token, module, self.eos_token_ids), static_argnames="processors"
+        )
+        self._decode = jax.jit(
+            partial(_decode, module, self.eos_token_ids),
+            static_argnames="processors",
+            donate_argnames="rows",
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008
+        *,
+        batch_size: int = BATCH_SIZE,
+    ) -> list[Generation]:
+        """Continue each prompt.
+
+        Args:
+          prompts: one prompt or a list of them. A prompt is a string (special tokens such as a leading
+            BOS are added as the tokenizer does), a list of chat messages, or a list of token ids.
+          sampling: for all prompts, or one for each.
+          batch_size: prompts run together; more are run in turn, those of like length together.
+
+        Returns:
+          One `Generation` a prompt, in order. `max_new_tokens` is cut to what the context has room for.
+
+        Raises:
+          PromptError: a prompt is empty, holds unknown ids, or leaves no room in the context.
+        """
+        ids = [self.encode(prompt) for prompt in as_prompt_list(prompts)]
+        each = [sampling] * len(ids) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(ids):
+            raise PromptError(
+                f"{len(each)} sampling parameters for {len(ids)} prompts: give one, or one a prompt"
+            )
+        if batch_size < 1:
+            raise PromptError(f"batch_size={batch_size}: it must be at least 1")
+        order = sorted(range(len(ids)), key=lambda i: (len(ids[i]), i))
+        results: dict[int, Generation] = {}
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            rows = self._run([ids[i] for i in batch], [each[i] for i in batch], DECODE_BLOCK)
+            *_, (texts, timing) = rows
+            for i, text in zip(batch, texts, strict=True):
+                assert text.finish_reason is not None
+                results[i] = Generation(
+                    text.text, text.token_ids, text.finish_reason, len(ids[i]), timing
+                )
+        return [results[i] for i in range(len(ids))]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008
+    ) -> Iterator[str]:
+        """Continue one prompt, yielding text as it becomes certain.
+
+        The pieces, joined, are the `text` that `generate` returns. None splits a character, and none
+        holds the beginning of a stop string.
+        """
+        if self.tokenizer is None:
+            raise PromptError("streaming text needs a tokenizer: this model was made without one")
+        ids = self.encode(prompt)  # here, so that errors come at the call, not at the first piece
+        return self._pieces(ids, sampling)
+
+    def _pieces(self, ids: list[int], sampling: SamplingParams) -> Iterator[str]:
+        seen = 0
+        for (row,), _ in self._run([ids], [sampling], STREAM_BLOCK):
+            if len(row.text) > seen:
+                yield row.text[seen:]
+                seen = len(row.text)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt that can be run.
+
+        Raises:
+          PromptError: it is empty, holds unknown ids, or leaves no room in the context.
+        """
+        ids = self._tokenize(prompt)
+        config = self.module.config
+        if not ids and self.tokenizer is not None and self.tokenizer.bos_token_id is not None:
+            ids = [self.tokenizer.bos_token_id]
+        if not ids:
+            raise PromptError(
+                "the prompt is empty and the model has no BOS token to begin a text with: "
+                "give at least one token"
+            )
+        outside = next((i for i in ids if not 0 <= i < config.vocab_size), None)
+        if outside is not None:
+            raise PromptError(
+                f"the prompt holds token id {outside}, but the vocabulary is 0 … "
+                f"{config.vocab_size - 1}: encode it with the model's own tokenizer"
+            )
+        context = config.max_position_embeddings
+        if len(ids) >= context:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens and the model's context is {context}, which "
+                f"leaves no room for new ones: shorten it to at most {context - 1} tokens"
+            )
+        return ids
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str) and not any(isinstance(part, dict) for part in prompt):
+            return [int(token) for token in prompt]  # type: ignore[arg-type]
+        if self.tokenizer is None:
+            raise PromptError("a text prompt needs a tokenizer: give token ids instead")
+        if isinstance(prompt, str):
+            return list(self.tokenizer.encode(prompt, add_special_tokens=True))
+        return list(self.tokenizer.apply_chat_template(prompt))  # type: ignore[arg-type]
+
+    def _run(
+        self, prompts: list[list[int]], sampling: list[SamplingParams], block: int
+    ) -> Iterator[tuple[list[RowText], Timing]]:
+        """Run one batch; yields its rows' state after every device call."""
+        context = self.module.config.max_position_embeddings
+        texts, budgets = [], []
+        for ids, params in zip(prompts, sampling, strict=True):
+            budgets.append(min(params.max_new_tokens, context - len(ids)))
+            if params.stop and self.tokenizer is None:
+                raise PromptError("stop strings need a tokenizer: leave out stop, or give one")
+            text = RowText(self.tokenizer, self.eos_token_ids, params.stop, budgets[-1])
+            texts.append(text)
+        if any(params.stop for params in sampling):
+            block = min(block, WATCHED_BLOCK)
+
+        began = time.perf_counter()
+        # Rows beyond the prompts make up the bucket; they are finished from the start.
+        padding = batch_bucket(len(prompts)) - len(prompts)
+        settings, processors = row_settings([*sampling, *[SamplingParams()] * padding])
+        rows = self._read(
+            [*prompts, *[[0]] * padding],
+            np.asarray([*budgets, *[0] * padding], np.int32),
+            settings,
+            processors,
+        )
+        first = np.asarray(rows.token)
+        for row, text in enumerate(texts):
+            text.push(int(first[row]))
+        prefilled = time.perf_counter()
+        prompt_tokens = sum(len(ids) for ids in prompts)
+
+        def timing() -> Timing:
+            made = sum(len(text.token_ids) - 1 for text in texts)
+            now = time.perf_counter()
+            return Timing(prompt_tokens, made, prefilled - began, now - prefilled)
+
+        yield texts, timing()
+        while any(text.finish_reason is None for text in texts):
+            open_rows = np.zeros(len(prompts) + padding, bool)
+            open_rows[: len(texts)] = [text.finish_reason is None for text in texts]
+            rows, tokens, counts = self._decode(
+                self.params, settings, np.int32(block), open_rows, rows=rows, processors=processors
+            )
+            tokens, counts = np.asarray(tokens), np.asarray(counts)
+            for row, text in enumerate(texts):
+                for token in tokens[row, : counts[row]]:
+                    text.push(int(token))
+            yield texts, timing()
+
+    def _read(
+        self,
+        prompts: list[list[int]],
+        budgets: np.ndarray,
+        settings: RowSettings,
+        processors: Processors,
+    ) -> _Rows:
+        """Fill a new cache with the prompts, block by block, and sample each row's first token."""
+        config = self.module.config
+        lengths = np.asarray([len(ids) for ids in prompts], np.int32)
+        blocks = prefill_blocks(int(lengths.max()), self.prefill_block)
+        tokens = np.zeros((len(prompts), sum(blocks)), np.int32)
+        for row, ids in enumerate(prompts):
+            tokens[row, : len(ids)] = ids
+        slots = cache_bucket(max(tokens.shape[1], int((lengths + budgets).max())))
+        cache = init_cache(config, len(prompts), slots, unstacked=self.unstacked)
+        last = np.zeros((len(prompts), config.hidden_size), config.dtype)
+        start = 0
+        for width in blocks:
+            last, cache = self._prefill(
+                self.params, tokens[:, start : start + width], lengths, last, cache=cache
+            )
+            start += width
+        presence = None
+        if processors.penalised:
+            presence = np.zeros((len(prompts), config.vocab_size), bool)
+            for row, ids in enumerate(prompts):
+                presence[row, ids] = True
+        return self._first(
+            self.params, cache, lengths, last, budgets, settings, presence, processors=processors
+        )
+
+
+def generate(
+    module: Transformer,
+    params: Params,
+    tokenizer: Tokenizer | None,
+    prompts: Prompt | Sequence[Prompt],
+    sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008
+) -> list[Generation]:
+    """`Generator(module, params, tokenizer).generate(prompts, sampling)`, compiled for this call only."""
+    return Generator(module, params, tokenizer).generate(prompts, sampling)
+
+
+def stream(
+    module: Transformer,
+    params: Params,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    sampling: SamplingParams = SamplingParams(),  # noqa: B008
+) -> Iterator[str]:
+    """`Generator(module, params, tokenizer).stream(prompt, sampling)`, compiled for this call only."""
+    return Generator(module, params, tokenizer).stream(prompt, sampling)
+
+
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt (string, chat messages or ids) as a list of one; a list of prompts as it is."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)  # type: ignore[assignment]
+    if prompts and isinstance(prompts[0], dict | int | np.integer):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _on_one_cpu(params: Params) -> bool:
+    leaf = jax.tree.leaves(params)[0]
+    devices = leaf.devices() if isinstance(leaf, jax.Array) else {jax.devices()[0]}
+    return len(devices) == 1 and next(iter(devices)).platform == "cpu"
+
+
+def _prefill(
+    module: Transformer,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    last: jax.Array,
+    *,
+    cache: KVCache,
+) -> tuple[jax.Array, KVCache]:
+    """Append a block of the prompts; `last` `[B, D]` takes the hidden state of a row's last token."""
+    start = cache.lengths
+    index = start[:, None] + jnp.arange(tokens.shape[1])
+    # Padding must not look like a longer text to what depends on length (dynamic rotary scaling).
+    positions = jnp.minimum(index, lengths[:, None] - 1)
+    hidden, cache = module.apply(
+        {"params": params}, tokens, positions, cache=cache, method="hidden_states"
+    )
+    here = lengths - 1 - start
+    at = jnp.clip(here, 0, tokens.shape[1] - 1)[:, None, None]
+    candidate = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
+    ends_here = (here >= 0) & (here < tokens.shape[1])
+    return jnp.where(ends_here[:, None], candidate, last), cache
+
+
+def _first_token(
+    module: Transformer,
+    eos_token_ids: tuple[int, ...],
+    params: Params,
+    cache: KVCache,
+    lengths: jax.Array,
+    last: jax.Array,
+    budgets: jax.Array,
+    settings: RowSettings,
+    presence: jax.Array | None,
+    *,
+    processors: Processors,
+) -> _Rows:
+    """End the prefill: drop the padding from the cache and sample from the last token's logits."""
+    cache = cache.rewind(lengths).commit(lengths)
+    logits = module.apply({"params": params}, last, method="unembed")
+    token = sample(logits, settings, lengths, presence, processors=processors)
+    return _count(eos_token_ids, _Rows(cache, token, budgets, presence), budgets > 0)
+
+
+def _decode(
+    module: Transformer,
+    eos_token_ids: tuple[int, ...],
+    params: Params,
+    settings: RowSettings,
+    limit: jax.Array,
+    open_rows: jax.Array,
+    *,
+    rows: _Rows,
+    processors: Processors,
+) -> tuple[_Rows, jax.Array, jax.Array]:
+    """Up to `limit` more tokens for each row that is open.
+
+    Returns:
+      The rows, their new tokens int32 `[B, DECODE_BLOCK]`, and how many of those count, int32 `[B]`.
+    """
+    rows = rows._replace(remaining=jnp.where(open_rows, rows.remaining, 0))
+
+    def unfinished(state: tuple[jax.Array, _Rows, jax.Array, jax.Array]) -> jax.Array:
+        step, rows, _, _ = state
+        return (step < limit) & jnp.any(rows.remaining > 0)
+
+    def one_token(
+        state: tuple[jax.Array, _Rows, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, _Rows, jax.Array, jax.Array]:
+        step, rows, tokens, counts = state
+        active = rows.remaining > 0
+        before = rows.cache.lengths
+        hidden, cache = module.apply(
+            {"params": params}, rows.token[:, None], cache=rows.cache, method="hidden_states"
+        )
+        # A finished row stays as it is, or it would run out of its slots.
+        cache = cache.replace(lengths=jnp.where(active, cache.lengths, before))
+        logits = module.apply({"params": params}, hidden[:, 0], method="unembed")
+        token = sample(logits, settings, cache.lengths, rows.presence, processors=processors)
+        token = jnp.where(active, token, rows.token)
+        rows = _count(eos_token_ids, rows._replace(cache=cache, token=token), active)
+        tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (0, step))
+        return step + 1, rows, tokens, counts + active
+
+    batch = rows.token.shape[0]
+    tokens = jnp.zeros((batch, DECODE_BLOCK), jnp.int32)
+    state = (jnp.int32(0), rows, tokens, jnp.zeros((batch,), jnp.int32))
+    _, rows, tokens, counts = jax.lax.while_loop(unfinished, one_token, state)
+    return rows, tokens, counts
+
+
+def _count(eos_token_ids: tuple[int, ...], rows: _Rows, active: jax.Array) -> _Rows:
+    """Book the token just sampled: one fewer remains, none after an end-of-sequence token."""
+    remaining = jnp.where(active, rows.remaining - 1, 0)
+    if eos_token_ids:
+        ended = jnp.isin(rows.token, jnp.asarray(eos_token_ids, jnp.int32))
+        remaining = jnp.where(ended, 0, remaining)
+    presence = rows.presence
+    if presence is not None:
+        presence = mark_present(presence, rows.token[:, None], active[:, None])
+    return rows._replace(remaining=remaining, presence=presence)
