@@ -4,7 +4,7 @@
     [generation] = generator.generate("Once upon a time", SamplingParams(max_new_tokens=32))
 
 A prompt is read in blocks (`prefill`), then tokens are made one at a time, several per device call
-(`decode`). Rows of different lengths share a batch: each is right-padded, and rewound to its length.
+(`decode`). Rows of different lengths share a batch: each is right-padded, then rewound.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Generation:
 class _Rows(NamedTuple):
     """A batch between two decoding calls.
 
-    `token` int32 `[B]` is sampled but not yet in the cache; `remaining` int32 `[B]` counts the tokens
-    that a row may still get, 0 once it is finished; `presence` is bool `[B, V]` or None.
+    `token` int32 `[B]` is sampled but not yet in the cache; `remaining` int32 `[B]` counts the
+    tokens that a row may still get, 0 once it is finished; `presence` is bool `[B, V]` or None.
     """
 
     cache: KVCache
@@ -96,14 +96,14 @@ class _Rows(NamedTuple):
 
 
 class Generator:
-    """A model with its compiled prefill and decoding functions; keep it, and nothing compiles twice.
+    """A model with its compiled prefill and decoding functions: keep it, nothing compiles twice.
 
     Args:
       module: the transformer.
       params: its parameters, stacked or unstacked.
       tokenizer: None to work with token ids only.
-      unstack: run the layers unrolled (see `unstack_layers`): decodes faster on CPU, compiles slower,
-        and holds a second copy of the layers. Default: on a single CPU device only.
+      unstack: run the layers unrolled (see `unstack_layers`): decodes faster on CPU, compiles
+        slower, and holds a second copy of the layers. Default: on a single CPU device only.
       prefill_block: tokens of each row read at a time, which bounds the memory of a long prompt.
     """
 
@@ -147,13 +147,13 @@ class Generator:
         """Continue each prompt.
 
         Args:
-          prompts: one prompt or a list of them. A prompt is a string (special tokens such as a leading
-            BOS are added as the tokenizer does), a list of chat messages, or a list of token ids.
+          prompts: one prompt or a list of them. A prompt is a string (the tokenizer adds its special
+            tokens, such as a leading BOS), a list of chat messages, or a list of token ids.
           sampling: for all prompts, or one for each.
           batch_size: prompts run together; more are run in turn, those of like length together.
 
         Returns:
-          One `Generation` a prompt, in order. `max_new_tokens` is cut to what the context has room for.
+          One `Generation` a prompt, in order. `max_new_tokens` is cut to what the context has left.
 
         Raises:
           PromptError: a prompt is empty, holds unknown ids, or leaves no room in the context.
@@ -186,7 +186,7 @@ class Generator:
     ) -> Iterator[str]:
         """Continue one prompt, yielding text as it becomes certain.
 
-        The pieces, joined, are the `text` that `generate` returns. None splits a character, and none
+        The pieces, joined, are the `text` that `generate` returns. None splits a character, none
         holds the beginning of a stop string.
         """
         if self.tokenizer is None:
@@ -328,7 +328,7 @@ def generate(
     prompts: Prompt | Sequence[Prompt],
     sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008
 ) -> list[Generation]:
-    """`Generator(module, params, tokenizer).generate(prompts, sampling)`, compiled for this call only."""
+    """`Generator.generate` once; keep a `Generator` to call it again without compiling again."""
     return Generator(module, params, tokenizer).generate(prompts, sampling)
 
 
@@ -339,12 +339,12 @@ def stream(
     prompt: Prompt,
     sampling: SamplingParams = SamplingParams(),  # noqa: B008
 ) -> Iterator[str]:
-    """`Generator(module, params, tokenizer).stream(prompt, sampling)`, compiled for this call only."""
+    """`Generator.stream` once; keep a `Generator` to call it again without compiling again."""
     return Generator(module, params, tokenizer).stream(prompt, sampling)
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt (string, chat messages or ids) as a list of one; a list of prompts as it is."""
+    """One prompt (string, chat messages or ids) as a list of one; a list of prompts as it is."""
     if isinstance(prompts, str):
         return [prompts]
     prompts = list(prompts)  # type: ignore[assignment]
@@ -359,6 +359,22 @@ def _on_one_cpu(params: Params) -> bool:
     return len(devices) == 1 and next(iter(devices)).platform == "cpu"
 
 
+def _extend(
+    module: Transformer,
+    params: Params,
+    cache: KVCache,
+    tokens: jax.Array,
+    positions: jax.Array | None = None,
+) -> tuple[jax.Array, KVCache]:
+    return module.apply(  # type: ignore[return-value]
+        {"params": params}, tokens, positions, cache=cache, method="hidden_states"
+    )
+
+
+def _unembed(module: Transformer, params: Params, hidden: jax.Array) -> jax.Array:
+    return module.apply({"params": params}, hidden, method="unembed")  # type: ignore[return-value]
+
+
 def _prefill(
     module: Transformer,
     params: Params,
@@ -368,14 +384,12 @@ def _prefill(
     *,
     cache: KVCache,
 ) -> tuple[jax.Array, KVCache]:
-    """Append a block of the prompts; `last` `[B, D]` takes the hidden state of a row's last token."""
+    """Append a block of the prompts; `last` `[B, D]` takes the hidden state of a row's end."""
     start = cache.lengths
     index = start[:, None] + jnp.arange(tokens.shape[1])
     # Padding must not look like a longer text to what depends on length (dynamic rotary scaling).
     positions = jnp.minimum(index, lengths[:, None] - 1)
-    hidden, cache = module.apply(
-        {"params": params}, tokens, positions, cache=cache, method="hidden_states"
-    )
+    hidden, cache = _extend(module, params, cache, tokens, positions)
     here = lengths - 1 - start
     at = jnp.clip(here, 0, tokens.shape[1] - 1)[:, None, None]
     candidate = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
@@ -398,7 +412,7 @@ def _first_token(
 ) -> _Rows:
     """End the prefill: drop the padding from the cache and sample from the last token's logits."""
     cache = cache.rewind(lengths).commit(lengths)
-    logits = module.apply({"params": params}, last, method="unembed")
+    logits = _unembed(module, params, last)
     token = sample(logits, settings, lengths, presence, processors=processors)
     return _count(eos_token_ids, _Rows(cache, token, budgets, presence), budgets > 0)
 
@@ -417,7 +431,7 @@ def _decode(
     """Up to `limit` more tokens for each row that is open.
 
     Returns:
-      The rows, their new tokens int32 `[B, DECODE_BLOCK]`, and how many of those count, int32 `[B]`.
+      The rows, new tokens int32 `[B, DECODE_BLOCK]`, and how many of those count, int32 `[B]`.
     """
     rows = rows._replace(remaining=jnp.where(open_rows, rows.remaining, 0))
 
@@ -431,12 +445,10 @@ def _decode(
         step, rows, tokens, counts = state
         active = rows.remaining > 0
         before = rows.cache.lengths
-        hidden, cache = module.apply(
-            {"params": params}, rows.token[:, None], cache=rows.cache, method="hidden_states"
-        )
+        hidden, cache = _extend(module, params, rows.cache, rows.token[:, None])
         # A finished row stays as it is, or it would run out of its slots.
         cache = cache.replace(lengths=jnp.where(active, cache.lengths, before))
-        logits = module.apply({"params": params}, hidden[:, 0], method="unembed")
+        logits = _unembed(module, params, hidden[:, 0])
         token = sample(logits, settings, cache.lengths, rows.presence, processors=processors)
         token = jnp.where(active, token, rows.token)
         rows = _count(eos_token_ids, rows._replace(cache=cache, token=token), active)
