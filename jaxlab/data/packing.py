@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxlab.data.documents import Document
-from jaxlab.errors import DataError
+from jaxlab.errors import DataError, JaxlabError
 
 TOKEN, LEARNED, DOCUMENT, OFFSET = range(4)
 
@@ -106,14 +106,15 @@ def assistant_mask(
 
 
 def _template(messages: list[dict], tokenizer, where: str, generation: bool = False) -> list[int]:
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"{where or 'chat'} is a chat, but the tokenizer has no chat template: use the "
+            "tokenizer of an instruction-tuned model, or data of texts"
+        )
     try:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=generation))
-    except Exception as error:  # a template raises what it likes, jinja2's errors among others
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(
-            f"{where or 'chat'}: the tokenizer's chat template refuses the messages with roles "
-            f"{', '.join(repr(message['role']) for message in messages)}: {reason}"
-        ) from error
+    except JaxlabError as error:
+        raise DataError(f"{where or 'chat'}: {error}") from error
 
 
 def _replaced_span(messages, turn, tokenizer, tokens, where) -> tuple[int, int]:
@@ -124,6 +125,8 @@ def _replaced_span(messages, turn, tokenizer, tokens, where) -> tuple[int, int]:
         other = [*messages]
         other[turn] = {**messages[turn], "content": stand_in}
         changed = _template(other, tokenizer, where)
+        if changed == tokens:  # the content is the stand-in
+            continue
         limit = min(len(tokens), len(changed))
         same = 0
         while same < limit and tokens[same] == changed[same]:
@@ -195,6 +198,6 @@ def finish_rows(
     }
 
 
-def row_origin(row_id: int) -> tuple[int, int]:
+def row_origin(row_id: int | np.integer) -> tuple[int, int]:
     """`(document index, token offset)` of a row's first token, from its `row_ids` entry."""
     return int(row_id) >> 32, int(row_id) & 0xFFFFFFFF

@@ -148,7 +148,7 @@ class DataPipeline:
         """Goes back to the first batch."""
         self.set_state(self._start)
 
-    def describe_row(self, row_id: int) -> str:
+    def describe_row(self, row_id: int | np.integer) -> str:
         """Where a row of a batch begins, from its entry in `row_ids`."""
         if row_id < 0:
             return "padding"
