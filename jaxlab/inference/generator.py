@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -147,8 +147,8 @@ class Generator:
         """Continue each prompt.
 
         Args:
-          prompts: one prompt or a list of them. A prompt is a string (the tokenizer adds its special
-            tokens, such as a leading BOS), a list of chat messages, or a list of token ids.
+          prompts: one prompt or a list of them. A prompt is a string (the tokenizer adds special
+            tokens such as a leading BOS), a list of chat messages, or a list of token ids.
           sampling: for all prompts, or one for each.
           batch_size: prompts run together; more are run in turn, those of like length together.
 
@@ -447,7 +447,7 @@ def _decode(
         before = rows.cache.lengths
         hidden, cache = _extend(module, params, rows.cache, rows.token[:, None])
         # A finished row stays as it is, or it would run out of its slots.
-        cache = cache.replace(lengths=jnp.where(active, cache.lengths, before))
+        cache = replace(cache, lengths=jnp.where(active, cache.lengths, before))
         logits = _unembed(module, params, hidden[:, 0])
         token = sample(logits, settings, cache.lengths, rows.presence, processors=processors)
         token = jnp.where(active, token, rows.token)

@@ -1,10 +1,11 @@
 """From logits to tokens: processors, the distribution they give, and draws from it.
 
 Everything here is a pure function of arrays. Every parameter has one value per row, so rows of a
-batch may differ and nothing recompiles when a value changes; only `Processors`, which says what kinds
-of work there are at all, is static, so that greedy decoding pays for nothing else.
+batch may differ and nothing recompiles when a value changes; only `Processors`, which says what
+kinds of work there are at all, is static, so that greedy decoding pays for nothing else.
 
-The order is that of Hugging Face transformers: repetition penalty, temperature, top-k, top-p, min-p.
+The order is that of Hugging Face transformers: repetition penalty, temperature, top-k, top-p,
+min-p.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class SamplingParams:
 
     Args:
       max_new_tokens: at most so many tokens, at least 1.
-      temperature: logits are divided by it; 0 takes the likeliest token (the lowest id of a tie) and
-        ignores `top_k`, `top_p` and `min_p`.
+      temperature: logits are divided by it; 0 takes the likeliest token (the lowest id of a tie)
+        and ignores `top_k`, `top_p` and `min_p`.
       top_k: sample from the k likeliest tokens; None or 0 from all.
       top_p: sample from the smallest set of likeliest tokens with at least this probability.
       min_p: drop tokens less likely than `min_p` times the likeliest one.
@@ -131,7 +132,7 @@ class RowSettings(NamedTuple):
 def row_settings(rows: Sequence[SamplingParams]) -> tuple[RowSettings, Processors]:
     """The rows' parameters as arrays, and the processors that they need."""
 
-    def column(name: str, dtype: Any) -> np.ndarray:
+    def column(name: str, dtype: Any) -> Any:
         return np.asarray([getattr(row, name) or 0 for row in rows], dtype)
 
     settings = RowSettings(
@@ -279,7 +280,7 @@ def draw(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
 
 
 def mark_present(presence: jax.Array, tokens: jax.Array, valid: jax.Array) -> jax.Array:
-    """`presence`, bool `[B, V]`, with the `tokens` `[B, T]` marked where `valid` `[B, T]` is true."""
+    """`presence`, bool `[B, V]`, with `tokens` `[B, T]` marked where `valid` `[B, T]` is true."""
     rows = jnp.arange(tokens.shape[0])[:, None]
     columns = jnp.where(valid, tokens, presence.shape[1])  # out of range: dropped
     return presence.at[rows, columns].set(True, mode="drop")
@@ -295,7 +296,7 @@ def apply_repetition_penalty(
 
 
 def keep_top_k(logits: jax.Array, k: jax.Array) -> jax.Array:
-    """-inf below each row's k-th largest logit; what ties with it stays. `k` int32 `[B]`, 0 for all."""
+    """-inf below each row's k-th largest logit; ties with it stay. `k` int32 `[B]`, 0 for all."""
     size = logits.shape[-1]
     k = jnp.where(k > 0, jnp.minimum(k, size), size)
     order = _ordered_bits(logits)
@@ -311,8 +312,9 @@ def keep_top_k(logits: jax.Array, k: jax.Array) -> jax.Array:
 def keep_top_p(logits: jax.Array, p: jax.Array) -> jax.Array:
     """-inf outside the smallest set of likeliest tokens whose probability reaches `p` `[B]`.
 
-    The token that crosses `p` stays. Of equally likely tokens at the edge the lower ids stay, as many
-    as are needed. The edge is found by bisection, first of the probability, then of the id: no sort.
+    The token that crosses `p` stays. Of equally likely tokens at the edge the lower ids stay, as
+    many as are needed. The edge is found by bisection, of the probability and then of the id,
+    without a sort.
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
     order = _ordered_bits(probabilities)
