@@ -39,8 +39,8 @@ class Bounds(NamedTuple):
 
 
 # Measured on a 2-core x86-64 CPU by scripts/bench_attention.py.
-QUERY_BLOCK = 512
-KEY_BLOCK = 512
+QUERY_BLOCK = 256
+KEY_BLOCK = 256
 DENSE_LOGITS = 2**22  # 16 MiB of float32
 NARROW_ROWS = 64  # queries x heads
 
@@ -232,7 +232,7 @@ def _dense_backward(q, k, v, bounds, spec, out, logsumexp, d_out):
     logits = _dense_logits(scaled, keys, bounds, spec)
     weights = jnp.exp(logits - logsumexp[..., None])
     d_weights = _dot("bkgtd,bksd->bkgts", d_out_grouped, values)
-    d_logits = _d_logits(weights, d_weights, delta, logits, spec)
+    d_logits = _d_logits(weights, d_weights, delta[..., None], logits, spec)
     dv = _dot("bkgts,bkgtd->bksd", weights.astype(v.dtype), d_out_grouped)
     dk = _dot("bkgts,bkgtd->bksd", d_logits.astype(q.dtype), scaled)
     dq = _dot("bkgts,bksd->bkgtd", d_logits.astype(k.dtype), keys) * spec.scale
@@ -247,7 +247,8 @@ def _delta(out, d_out, num_kv_heads):
 
 
 def _d_logits(weights, d_weights, delta, logits, spec):
-    d_logits = weights * (d_weights - delta[..., None])
+    """Gradient of the uncapped logits; `delta` broadcasts against `weights`."""
+    d_logits = weights * (d_weights - delta)
     if spec.logit_softcap is not None:
         # d/dx c·tanh(x/c) = 1 - tanh², from the capped value; masked logits are -inf with weight 0.
         tanh = jnp.where(weights > 0, logits, 0.0) * (1.0 / spec.logit_softcap)
@@ -282,20 +283,21 @@ def _pad(x, axis, length):
 
 
 def _query_blocks(x, num_kv_heads, blocks):
-    """`[B,T,H,D]` to `[nq,B,Hk,G,bq,D]`, zero-padded."""
+    """`[B,T,H,D]` to `[nq,B,Hk,G·bq,D]`, zero-padded: the rows of one key head in one matrix."""
     batch, _, heads, dim = x.shape
     x = _pad(x, 1, blocks.num_queries * blocks.query_size)
     x = x.reshape(
         batch, blocks.num_queries, blocks.query_size, num_kv_heads, heads // num_kv_heads, dim
     )
-    return x.transpose(1, 0, 3, 4, 2, 5)
+    x = x.transpose(1, 0, 3, 4, 2, 5)
+    return x.reshape(blocks.num_queries, batch, num_kv_heads, -1, dim)
 
 
-def _from_query_blocks(x, num_queries):
+def _from_query_blocks(x, num_queries, group):
     """Inverse of `_query_blocks`."""
-    count, batch, kv_heads, group, size, dim = x.shape
-    x = x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * size, kv_heads * group, dim)
-    return x[:, :num_queries]
+    count, batch, kv_heads, rows, dim = x.shape
+    x = x.reshape(count, batch, kv_heads, group, rows // group, dim).transpose(1, 0, 4, 2, 3, 5)
+    return x.reshape(batch, -1, kv_heads * group, dim)[:, :num_queries]
 
 
 def _key_blocks(x, blocks):
@@ -319,33 +321,82 @@ def _segment_blocks(ids, size, count):
     return ids.reshape(ids.shape[0], count, size).transpose(1, 0, 2)
 
 
-def _key_ranges(blocks, num_keys, bounds, spec, q_segments, kv_segments):
-    """For each block of queries, the range `[first, last)` of key blocks that it sees, int32 `[nq]`.
+class Ranges(NamedTuple):
+    """For each block of queries, four ascending bounds on key blocks, int32 `[nq]` each.
 
-    Over all rows of the batch: a block is skipped if no row needs it.
+    The block sees nothing outside `[first, last)`; inside it, everything in `[full_first, full_last)`.
     """
-    query_start = np.arange(blocks.num_queries) * blocks.query_size
-    key_start = np.arange(blocks.num_keys) * blocks.key_size
-    first_query, last_query = query_start[None], query_start[None] + blocks.query_size - 1
+
+    first: jax.Array
+    full_first: jax.Array
+    full_last: jax.Array
+    last: jax.Array
+
+
+def _key_ranges(blocks, num_keys, bounds, spec, q_segments, kv_segments):
+    """Over all rows of the batch: skipped if no row needs it, unmasked if no row needs a mask."""
+    query_low = np.arange(blocks.num_queries)[None, :, None] * blocks.query_size
+    query_high = query_low + blocks.query_size - 1
+    key_low = np.arange(blocks.num_keys) * blocks.key_size
+    key_high = key_low + blocks.key_size - 1
     if bounds.q_offset is not None:
-        first_query = bounds.q_offset[:, None] + first_query
-        last_query = bounds.q_offset[:, None] + last_query
-    first_query, last_query = first_query[:, :, None], last_query[:, :, None]
+        query_low = bounds.q_offset[:, None, None] + query_low
+        query_high = bounds.q_offset[:, None, None] + query_high
     needed = np.ones((1, blocks.num_queries, blocks.num_keys), bool)
+    full = needed & (key_high < num_keys)
     if spec.causal:
-        needed = needed & (key_start <= last_query)
+        needed = needed & (key_low <= query_high)
+        full = full & (key_high <= query_low)
     if spec.sliding_window is not None:
-        needed = needed & (key_start + blocks.key_size - 1 > first_query - spec.sliding_window)
+        needed = needed & (key_high > query_low - spec.sliding_window)
+        full = full & (key_low > query_high - spec.sliding_window)
     if bounds.kv_lengths is not None:
-        needed = needed & (key_start < bounds.kv_lengths[:, None, None])
+        needed = needed & (key_low < bounds.kv_lengths[:, None, None])
+        full = full & (key_high < bounds.kv_lengths[:, None, None])
     if q_segments is not None:
         low_q, high_q = q_segments.min(-1).T[:, :, None], q_segments.max(-1).T[:, :, None]
         low_k, high_k = kv_segments.min(-1).T[:, None, :], kv_segments.max(-1).T[:, None, :]
         needed = needed & (low_q <= high_k) & (low_k <= high_q)
-    needed = needed.any(0)
-    first = needed.argmax(-1)
-    last = blocks.num_keys - needed[:, ::-1].argmax(-1)
-    return first.astype(np.int32), (last * needed.any(-1)).astype(np.int32)
+        full = np.zeros_like(full)  # finding the blocks inside one segment is not worth the while
+    needed, full = needed.any(0), full.all(0)
+
+    def ends(table):
+        first = table.argmax(-1)
+        last = blocks.num_keys - table[:, ::-1].argmax(-1)
+        return first * table.any(-1), last * table.any(-1)
+
+    first, last = ends(needed)
+    # Every term of `full` is an interval of key blocks, so what lies between its ends is full too.
+    # Where it is empty, both ends are put at `first`, and all of the range is masked.
+    full_first, full_last = ends(full)
+    empty = full_first >= full_last
+    full_first, full_last = full_first + first * empty, full_last + first * empty
+    return Ranges(*(jnp.asarray(x, jnp.int32) for x in (first, full_first, full_last, last)))
+
+
+def _over_key_blocks(step, carry, ranges, spec, bounds):
+    """Runs `step(j, carry, masked)` over the key blocks one block of queries sees."""
+    unmasked = functools.partial(step, masked=False)
+    masked = functools.partial(step, masked=True)
+    if bounds.segment_ids is not None:
+        return jax.lax.fori_loop(ranges.first, ranges.last, masked, carry)
+    if spec.sliding_window is not None:
+        carry = jax.lax.fori_loop(ranges.first, ranges.full_first, masked, carry)
+    carry = jax.lax.fori_loop(ranges.full_first, ranges.full_last, unmasked, carry)
+    return jax.lax.fori_loop(ranges.full_last, ranges.last, masked, carry)
+
+
+def _block_mask(i, j, blocks, num_keys, bounds, spec, q_segments, kv_segments):
+    """`_seen` of query block i and key block j as `[B,1,G|1,bq,bk]`, or None."""
+    return _seen(
+        spec,
+        bounds,
+        i * blocks.query_size + jnp.arange(blocks.query_size),
+        j * blocks.key_size + jnp.arange(blocks.key_size),
+        None if q_segments is None else q_segments[i],
+        None if kv_segments is None else kv_segments[j],
+        num_keys if blocks.num_keys * blocks.key_size != num_keys else None,
+    )
 
 
 def _blocked_forward(q, k, v, bounds, spec):
@@ -353,100 +404,100 @@ def _blocked_forward(q, k, v, bounds, spec):
     num_keys, num_kv_heads = k.shape[1:3]
     group = num_heads // num_kv_heads
     blocks = _cut(num_queries, num_keys)
+    rows = (batch, num_kv_heads, group * blocks.query_size)
     queries = _query_blocks(q * jnp.asarray(spec.scale, q.dtype), num_kv_heads, blocks)
-    keys, values = _key_blocks(k, blocks), _key_blocks(v, blocks)
+    # Transposed once here, not once a block inside the loop.
+    keys_t = _key_blocks(k, blocks).swapaxes(-1, -2)
+    values = _key_blocks(v, blocks)
     q_segments = _segment_blocks(bounds.segment_ids, blocks.query_size, blocks.num_queries)
     kv_segments = _segment_blocks(bounds.kv_segment_ids, blocks.key_size, blocks.num_keys)
-    first, last = _key_ranges(blocks, num_keys, bounds, spec, q_segments, kv_segments)
-    masked_logits = _masked_block_logits(blocks, num_keys, bounds, spec)
+    ranges = _key_ranges(blocks, num_keys, bounds, spec, q_segments, kv_segments)
 
     def one_query_block(args):
-        i, query, first, last, q_segment = args
+        i, query, ranges = args
 
-        def one_key_block(j, carry):
+        def one_key_block(j, carry, masked):
             out, maximum, total = carry
-            kv_segment = None if kv_segments is None else kv_segments[j]
-            logits = masked_logits(i, j, query, keys[j], q_segment, kv_segment)
+            logits = _capped(_dot("bkrd,bkds->bkrs", query, keys_t[j]), spec)
+            seen = masked and _block_mask(
+                i, j, blocks, num_keys, bounds, spec, q_segments, kv_segments
+            )
+            if masked and seen is not None:
+                logits = logits.reshape(*rows[:2], group, blocks.query_size, blocks.key_size)
+                logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
+                logits = logits.reshape(*rows, blocks.key_size)
             new_maximum = jnp.maximum(maximum, logits.max(-1))
-            safe = _safe(new_maximum)
+            safe = _safe(new_maximum) if masked else new_maximum
             weights = jnp.exp(logits - safe[..., None])
             shrink = jnp.exp(maximum - safe)
             total = total * shrink + weights.sum(-1)
-            mixed = _dot("bkgts,bksd->bkgtd", weights.astype(v.dtype), values[j])
+            mixed = _dot("bkrs,bksd->bkrd", weights.astype(v.dtype), values[j])
             return out * shrink[..., None] + mixed, new_maximum, total
 
-        rows = (batch, num_kv_heads, group, blocks.query_size)
         start = (
             jnp.zeros((*rows, v.shape[-1]), jnp.float32),
             jnp.full(rows, -jnp.inf, jnp.float32),
             jnp.zeros(rows, jnp.float32),
         )
-        out, maximum, total = jax.lax.fori_loop(first, last, one_key_block, start)
+        out, maximum, total = _over_key_blocks(one_key_block, start, ranges, spec, bounds)
         out = (out * _reciprocal(total)[..., None]).astype(q.dtype)
         return out, _log_sum_exp(maximum, total)
 
-    index = jnp.arange(blocks.num_queries)
-    out, logsumexp = jax.lax.map(
-        one_query_block, (index, queries, jnp.asarray(first), jnp.asarray(last), q_segments)
-    )
+    out, logsumexp = jax.lax.map(one_query_block, (jnp.arange(blocks.num_queries), queries, ranges))
+    logsumexp = logsumexp.reshape(-1, batch, num_kv_heads, group, blocks.query_size)
     logsumexp = jnp.moveaxis(logsumexp, 0, 3).reshape(batch, num_kv_heads, group, -1)
-    return _from_query_blocks(out, num_queries), logsumexp[..., :num_queries]
-
-
-def _masked_block_logits(blocks, num_keys, bounds, spec):
-    padded = blocks.num_keys * blocks.key_size != num_keys
-
-    def masked_logits(i, j, query, key, q_segment, kv_segment):
-        logits = _capped(_dot("bkgtd,bksd->bkgts", query, key), spec)
-        seen = _seen(
-            spec,
-            bounds,
-            i * blocks.query_size + jnp.arange(blocks.query_size),
-            j * blocks.key_size + jnp.arange(blocks.key_size),
-            q_segment,
-            kv_segment,
-            num_keys if padded else None,
-        )
-        return logits if seen is None else jnp.where(seen[:, None, None], logits, -jnp.inf)
-
-    return masked_logits
+    return _from_query_blocks(out, num_queries, group), logsumexp[..., :num_queries]
 
 
 def _blocked_backward(q, k, v, bounds, spec, out, logsumexp, d_out):
+    """One pass over the blocks, five products each, all on transposed logits `[bk, G·bq]`.
+
+    In that layout every product is `[m,k] x [k,n]` of arrays as they lie in memory, given that
+    queries, keys and output gradients are also kept transposed: no block of logits is transposed.
+    """
     batch, num_queries, num_heads, _ = q.shape
     num_keys, num_kv_heads = k.shape[1:3]
+    group = num_heads // num_kv_heads
     blocks = _cut(num_queries, num_keys)
     queries = _query_blocks(q * jnp.asarray(spec.scale, q.dtype), num_kv_heads, blocks)
     keys, values = _key_blocks(k, blocks), _key_blocks(v, blocks)
+    keys_t = keys.swapaxes(-1, -2)
     d_outs = _query_blocks(d_out, num_kv_heads, blocks)
     q_segments = _segment_blocks(bounds.segment_ids, blocks.query_size, blocks.num_queries)
     kv_segments = _segment_blocks(bounds.kv_segment_ids, blocks.key_size, blocks.num_keys)
-    first, last = _key_ranges(blocks, num_keys, bounds, spec, q_segments, kv_segments)
-    masked_logits = _masked_block_logits(blocks, num_keys, bounds, spec)
+    ranges = _key_ranges(blocks, num_keys, bounds, spec, q_segments, kv_segments)
+    tile = (batch, num_kv_heads, blocks.key_size, group, blocks.query_size)
 
     def row_blocks(x):
+        """`[B,Hk,G,T]` to `[nq,B,Hk,1,G·bq]`."""
         x = _pad(x, 3, blocks.num_queries * blocks.query_size)
-        return jnp.moveaxis(x.reshape(*x.shape[:3], blocks.num_queries, blocks.query_size), 3, 0)
+        x = jnp.moveaxis(x.reshape(*x.shape[:3], blocks.num_queries, blocks.query_size), 3, 0)
+        return x.reshape(blocks.num_queries, batch, num_kv_heads, 1, group * blocks.query_size)
 
     def one_query_block(carry, args):
-        i, query, d_out, logsumexp, delta, first, last, q_segment = args
+        i, query, d_out, logsumexp, delta, ranges = args
+        query_t, d_out_t = query.swapaxes(-1, -2), d_out.swapaxes(-1, -2)
 
-        def one_key_block(j, carry):
-            dq, dk, dv = carry
-            key = keys[j]
-            kv_segment = None if kv_segments is None else kv_segments[j]
-            logits = masked_logits(i, j, query, key, q_segment, kv_segment)
-            weights = jnp.exp(logits - logsumexp[..., None])
-            d_weights = _dot("bkgtd,bksd->bkgts", d_out, values[j])
-            d_logits = _d_logits(weights, d_weights, delta, logits, spec)
-            dv = dv.at[j].add(_dot("bkgts,bkgtd->bksd", weights.astype(v.dtype), d_out))
-            d_logits = d_logits.astype(q.dtype)
-            dk = dk.at[j].add(_dot("bkgts,bkgtd->bksd", d_logits, query))
-            return dq + _dot("bkgts,bksd->bkgtd", d_logits, key), dk, dv
+        def one_key_block(j, carry, masked):
+            dq_t, dk, dv = carry
+            logits = _capped(_dot("bksd,bkdr->bksr", keys[j], query_t), spec)
+            seen = masked and _block_mask(
+                i, j, blocks, num_keys, bounds, spec, q_segments, kv_segments
+            )
+            if masked and seen is not None:
+                logits = jnp.where(
+                    seen.swapaxes(1, 2)[:, None, :, None], logits.reshape(tile), -jnp.inf
+                ).reshape(logits.shape)
+            weights = jnp.exp(logits - logsumexp)
+            d_weights = _dot("bksd,bkdr->bksr", values[j], d_out_t)
+            d_logits = _d_logits(weights, d_weights, delta, logits, spec).astype(q.dtype)
+            dv = dv.at[j].add(_dot("bksr,bkrd->bksd", weights.astype(v.dtype), d_out))
+            dk = dk.at[j].add(_dot("bksr,bkrd->bksd", d_logits, query))
+            return dq_t + _dot("bkds,bksr->bkdr", keys_t[j], d_logits), dk, dv
 
-        dq = jnp.zeros(query.shape, jnp.float32)
-        dq, dk, dv = jax.lax.fori_loop(first, last, one_key_block, (dq, *carry))
-        return (dk, dv), (dq * spec.scale).astype(q.dtype)
+        dq_t = jnp.zeros(query_t.shape, jnp.float32)
+        dq_t, dk, dv = _over_key_blocks(one_key_block, (dq_t, *carry), ranges, spec, bounds)
+        return (dk, dv), (dq_t * spec.scale).astype(q.dtype).swapaxes(-1, -2)
 
     start = (jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32))
     (dk, dv), dq = jax.lax.scan(
@@ -458,13 +509,11 @@ def _blocked_backward(q, k, v, bounds, spec, out, logsumexp, d_out):
             d_outs,
             row_blocks(logsumexp),
             row_blocks(_delta(out, d_out, num_kv_heads)),
-            jnp.asarray(first),
-            jnp.asarray(last),
-            q_segments,
+            ranges,
         ),
     )
     return (
-        _from_query_blocks(dq, num_queries),
+        _from_query_blocks(dq, num_queries, group),
         _from_key_blocks(dk, num_keys),
         _from_key_blocks(dv, num_keys),
     )
