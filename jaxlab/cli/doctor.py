@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
+from rich.markup import escape
 
 from jaxlab.cli.console import human_bytes, stdout, table
 
@@ -66,7 +67,7 @@ def doctor() -> None:
     out.print()
     for finding in findings:
         mark = "[red]missing[/]" if finding.fatal else "[dim]optional[/]"
-        out.print(f"{mark}  {finding.text}: {finding.remedy}")
+        out.print(f"{mark}  {escape(f'{finding.text}: {finding.remedy}')}")
     if any(finding.fatal for finding in findings):
         raise typer.Exit(1)
     out.print("[green]jaxlab can work on this machine.[/]")
