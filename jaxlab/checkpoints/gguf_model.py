@@ -29,7 +29,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     if name not in _ARCHITECTURES:
         raise ArchitectureError(
             f"architecture {name!r} of {file.path} is not implemented for GGUF; "
-            f"supported: {', '.join(_ARCHITECTURES)}. A Hugging Face directory of the model may load"
+            f"supported: {', '.join(_ARCHITECTURES)}. A Hugging Face directory of the "
+            "model may load"
         )
     keys = _Metadata(file, name)
     heads = keys.number("attention.head_count")
@@ -37,27 +38,27 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     embedding = _tensor_shape(file, "token_embd.weight")
     head_dim = keys.number("attention.key_length", 0) or keys.number("rope.dimension_count", 0)
     layers = keys.number("block_count")
-    fields: dict[str, Any] = dict(
-        architecture=_ARCHITECTURES[name],
-        vocab_size=embedding[0],
-        hidden_size=hidden,
-        intermediate_size=keys.number("feed_forward_length"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=keys.number("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        max_position_embeddings=keys.number("context_length"),
-        rope_theta=_short_decimal(keys.number("rope.freq_base", 10000.0)),
-        norm_eps=_short_decimal(keys.number("attention.layer_norm_rms_epsilon")),
-        tie_word_embeddings="output.weight" not in file.tensors,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        attention_out_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=_end_ids(file.metadata),
-        pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id"),
-    )
+    fields: dict[str, Any] = {
+        "architecture": _ARCHITECTURES[name],
+        "vocab_size": embedding[0],
+        "hidden_size": hidden,
+        "intermediate_size": keys.number("feed_forward_length"),
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": keys.number("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": keys.number("context_length"),
+        "rope_theta": _short_decimal(keys.number("rope.freq_base", 10000.0)),
+        "norm_eps": _short_decimal(keys.number("attention.layer_norm_rms_epsilon")),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _end_ids(file.metadata),
+        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
+    }
     if name == "gemma2":
         fields |= _gemma2_fields(keys, layers, hidden, heads)
     try:
@@ -92,7 +93,8 @@ class _Metadata:
             value = default
         if not isinstance(value, int | float):
             raise CheckpointError(
-                f"{self._file.path}: metadata {self._prefix}.{key} is {value!r}, expected a number: "
+                f"{self._file.path}: metadata {self._prefix}.{key} is {value!r}, expected "
+                "a number: "
                 "convert the model again with a current llama.cpp"
             )
         return value
@@ -119,23 +121,21 @@ def _end_ids(metadata: dict[str, Any]) -> int | tuple[int, ...] | None:
 
 
 def _gemma2_fields(keys: _Metadata, layers: int, hidden: int, heads: int) -> dict[str, Any]:
-    return dict(
-        activation="gelu_tanh",
-        norm_unit_offset=True,
-        post_norms=True,
-        embedding_scale=math.sqrt(hidden),
-        attention_softcap=keys.number("attn_logit_softcapping", 50.0),
-        final_softcap=keys.number("final_logit_softcapping", 30.0),
-        sliding_window=keys.number("attention.sliding_window", 4096),
-        layer_types=tuple("full" if layer % 2 else "sliding" for layer in range(layers)),
+    return {
+        "activation": "gelu_tanh",
+        "norm_unit_offset": True,
+        "post_norms": True,
+        "embedding_scale": math.sqrt(hidden),
+        "attention_softcap": keys.number("attn_logit_softcapping", 50.0),
+        "final_softcap": keys.number("final_logit_softcapping", 30.0),
+        "sliding_window": keys.number("attention.sliding_window", 4096),
+        "layer_types": tuple("full" if layer % 2 else "sliding" for layer in range(layers)),
         # The file does not say; llama.cpp too knows the 27B, the exception, by its depth.
-        query_scale=(hidden / heads) ** -0.5 if layers == 46 else None,
-    )
+        "query_scale": (hidden / heads) ** -0.5 if layers == 46 else None,
+    }
 
 
-def _rope_scaling(
-    file: GGUFFile, keys: _Metadata, fields: dict[str, Any]
-) -> dict[str, Any] | None:
+def _rope_scaling(file: GGUFFile, keys: _Metadata, fields: dict[str, Any]) -> dict[str, Any] | None:
     if "rope_freqs.weight" in file.tensors:
         return _llama3_scaling(file, fields)
     kind = keys.get("rope.scaling.type")
@@ -143,17 +143,19 @@ def _rope_scaling(
     if kind in (None, "none") and not (keys.get("rope.scale_linear") or 0) > 1:
         return None
     if kind in (None, "none", "linear"):
-        return dict(type="linear", factor=factor)
+        return {"type": "linear", "factor": factor}
     if kind != "yarn":
         raise ArchitectureError(
-            f"{file.path}: RoPE scaling {kind!r} is not implemented for GGUF; supported: linear, yarn, "
+            f"{file.path}: RoPE scaling {kind!r} is not implemented for GGUF; supported: "
+            "linear, yarn, "
             "and Llama 3's frequency factors"
         )
-    scaling = dict(
-        type="yarn",
-        factor=factor,
-        original_max_position_embeddings=keys.get("rope.scaling.original_context_length"),
-    )
+    scaling = {
+        "type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": keys.get("rope.scaling.original_context_length")
+        or fields["max_position_embeddings"],
+    }
     for ours, theirs in (
         ("beta_fast", "rope.scaling.yarn_beta_fast"),
         ("beta_slow", "rope.scaling.yarn_beta_slow"),
@@ -169,8 +171,8 @@ def _llama3_scaling(file: GGUFFile, fields: dict[str, Any]) -> dict[str, Any]:
     The divisor of frequency f is 1 for short wavelengths, `factor` for long ones, and between them
     `1 / ((1 - s) / factor + s)` with `s = (n * f / 2π - low) / (high - low)`, n the trained length.
     So s is linear in f, and the line through the values between gives `n / (high - low)` and
-    `low / (high - low)`; only these ratios matter. llama.cpp files come from Llama 3.1, 3.2 and 3.3,
-    which have n = 8192, low = 1, high = 4: that is tried first.
+    `low / (high - low)`; only these ratios matter. Llama 3.1, 3.2 and 3.3 have n = 8192, low = 1 and
+    high = 4: that is tried first.
     """
     divisors = np.asarray(file.tensor("rope_freqs.weight"), np.float64).reshape(-1)
     dim = 2 * divisors.size
@@ -191,13 +193,13 @@ def _llama3_scaling(file: GGUFFile, fields: dict[str, Any]) -> dict[str, Any]:
     for trained, low, high in candidates:
         s = np.clip((trained * turns - low) / (high - low), 0, 1)
         if np.allclose(1 / ((1 - s) / factor + s), divisors, rtol=2e-3):
-            return dict(
-                type="llama3",
-                factor=_short_decimal(factor),
-                original_max_position_embeddings=round(trained),
-                low_freq_factor=_short_decimal(low),
-                high_freq_factor=_short_decimal(high),
-            )
+            return {
+                "type": "llama3",
+                "factor": _short_decimal(factor),
+                "original_max_position_embeddings": round(trained),
+                "low_freq_factor": _short_decimal(low),
+                "high_freq_factor": _short_decimal(high),
+            }
     raise ArchitectureError(
         f"{file.path}: the frequency factors in 'rope_freqs.weight' are not Llama 3's, "
         "and others are not implemented"

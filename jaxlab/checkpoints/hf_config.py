@@ -1,8 +1,8 @@
 """Hugging Face's `config.json` <-> `ModelConfig`.
 
 Reads the spellings of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5
-(`rope_parameters`, `dtype`); writes both, so that old and new versions load the result. A key that a
-file leaves out takes the default of the family's configuration class in transformers 5.
+(`rope_parameters`, `dtype`); writes both, so that old and new versions load the result. A key that
+a file leaves out takes the default of the family's configuration class in transformers 5.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from pydantic import ValidationError
 from jaxlab.errors import ArchitectureError, CheckpointError
 from jaxlab.models.config import ModelConfig
 
-# What transformers assumes where config.json says nothing (transformers 5.24, models/*/configuration_*.py).
+# What transformers 5.24 assumes where config.json says nothing (models/*/configuration_*.py).
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": dict(max_position_embeddings=2048, bos_token_id=1, eos_token_id=2),
-    "mistral": dict(
-        max_position_embeddings=131072,
-        num_key_value_heads=8,
-        sliding_window=4096,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
-    "qwen2": dict(max_position_embeddings=32768, sliding_window=4096),
-    "qwen3": dict(max_position_embeddings=32768, sliding_window=4096, head_dim=128),
-    "gemma2": dict(
-        max_position_embeddings=8192,
-        num_key_value_heads=4,
-        head_dim=256,
-        sliding_window=4096,
-        query_pre_attn_scalar=256,
-        attn_logit_softcapping=50.0,
-        final_logit_softcapping=30.0,
-        tie_word_embeddings=True,
-        hidden_activation="gelu_pytorch_tanh",
-        bos_token_id=2,
-        eos_token_id=1,
-        pad_token_id=0,
-    ),
-    "gpt_neox": dict(
-        max_position_embeddings=2048,
-        hidden_act="gelu",
-        attention_bias=True,
-        bos_token_id=0,
-        eos_token_id=2,
-    ),
+    "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+    "mistral": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen2": {"max_position_embeddings": 32768, "sliding_window": 4096},
+    "qwen3": {"max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
+    "gemma2": {
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    },
+    "gpt_neox": {
+        "max_position_embeddings": 2048,
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    },
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILY_DEFAULTS)
 
@@ -86,8 +86,8 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
       hf: the parsed JSON object. `model_type` must be one of `SUPPORTED_ARCHITECTURES`.
 
     Returns:
-      The model's description. `dtype` and `param_dtype` stay at their default, float32, whatever the
-      file's weights are stored in: they say how to run, which is the caller's choice.
+      The model's description. `dtype` and `param_dtype` stay at their default, float32, whatever
+      the weights are stored in: they say how to run, which is the caller's choice.
 
     Raises:
       ArchitectureError: the architecture, its activation or its RoPE variant is not implemented.
@@ -133,8 +133,7 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         bos_token_id=_single_id(values.get("bos_token_id")),
         eos_token_id=_ids(values.get("eos_token_id")),
         pad_token_id=_single_id(values.get("pad_token_id")),
-        **_family_fields(architecture, values, rope),
-    )
+    ) | _family_fields(architecture, values, rope)
     try:
         return ModelConfig.model_validate(fields)
     except ValidationError as error:
@@ -152,42 +151,44 @@ def _family_fields(
     if architecture == "gpt_neox":
         if fraction is None:
             fraction = values.get("rotary_pct", 0.25)
-        return dict(
-            num_kv_heads=0,
-            head_dim=0,
-            rotary_fraction=fraction,
-            norm="layernorm",
-            norm_eps=values.get("layer_norm_eps", 1e-5),
-            parallel_residual=values.get("use_parallel_residual", True),
-            gated_mlp=False,
-            qkv_bias=bias,
-            attention_out_bias=bias,
-            mlp_bias=True,
-        )
+        return {
+            "num_kv_heads": 0,
+            "head_dim": 0,
+            "rotary_fraction": fraction,
+            "norm": "layernorm",
+            "norm_eps": values.get("layer_norm_eps", 1e-5),
+            "parallel_residual": values.get("use_parallel_residual", True),
+            "gated_mlp": False,
+            "qkv_bias": bias,
+            "attention_out_bias": bias,
+            "mlp_bias": True,
+        }
     if fraction not in (None, 1, 1.0):
         raise ArchitectureError(
-            f"partial_rotary_factor {fraction} in config.json: transformers' {architecture} rotates "
+            f"partial_rotary_factor {fraction} in config.json: transformers' "
+            f"{architecture} rotates "
             "whole heads, so this is another architecture saved under that name"
         )
     if architecture == "llama":
-        return dict(
-            qkv_bias=bias, attention_out_bias=bias, mlp_bias=bool(values.get("mlp_bias", False))
-        )
+        return {
+            "qkv_bias": bias,
+            "attention_out_bias": bias,
+            "mlp_bias": bool(values.get("mlp_bias", False)),
+        }
     if architecture == "mistral":
-        return dict(sliding_window=values["sliding_window"] or None)
+        return {"sliding_window": values["sliding_window"] or None}
     if architecture == "qwen2":
         return dict(qkv_bias=True, **_qwen_windows(values))
     if architecture == "qwen3":
-        return dict(
-            qkv_bias=bias, attention_out_bias=bias, qk_norm=True, **_qwen_windows(values)
-        )
+        return dict(qkv_bias=bias, attention_out_bias=bias, qk_norm=True, **_qwen_windows(values))
     return _gemma2_fields(values, bias)
 
 
 def _gemma2_fields(values: dict[str, Any], bias: bool) -> dict[str, Any]:
     if values.get("use_bidirectional_attention"):
         raise ArchitectureError(
-            "use_bidirectional_attention is true in config.json: jaxlab implements the causal Gemma 2 "
+            "use_bidirectional_attention is true in config.json: jaxlab implements the "
+            "causal Gemma 2 "
             "only; set it to false if the model is a decoder"
         )
     layers = values["num_hidden_layers"]
@@ -209,7 +210,7 @@ def _gemma2_fields(values: dict[str, Any], bias: bool) -> dict[str, Any]:
 
 
 def _qwen_windows(values: dict[str, Any]) -> dict[str, Any]:
-    """Qwen: a window only with `use_sliding_window`, and then only from layer `max_window_layers`."""
+    """Qwen: a window only with `use_sliding_window`, then from layer `max_window_layers` on."""
     window = values.get("sliding_window") if values.get("use_sliding_window") else None
     types = values.get("layer_types")
     if types is None:
@@ -231,10 +232,10 @@ def _windows(types: list[str], window: int | None) -> dict[str, Any]:
         )
     kinds = tuple(_LAYER_TYPES[kind] for kind in types)
     if "sliding" not in kinds or not window:
-        return dict(sliding_window=None, layer_types=None)
+        return {"sliding_window": None, "layer_types": None}
     if "full" not in kinds:
-        return dict(sliding_window=window, layer_types=None)
-    return dict(sliding_window=window, layer_types=kinds)
+        return {"sliding_window": window, "layer_types": None}
+    return {"sliding_window": window, "layer_types": kinds}
 
 
 def _activation(values: dict[str, Any]) -> str:
@@ -264,7 +265,11 @@ def _rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_theta(values: dict[str, Any], rope: dict[str, Any]) -> float:
-    for candidate in (rope.get("rope_theta"), values.get("rope_theta"), values.get("rotary_emb_base")):
+    for candidate in (
+        rope.get("rope_theta"),
+        values.get("rope_theta"),
+        values.get("rotary_emb_base"),
+    ):
         if candidate is not None:
             return float(candidate)
     return 10000.0
@@ -287,7 +292,9 @@ def _rope_scaling(values: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any
     if kind in ("llama3", "yarn"):
         scaling["original_max_position_embeddings"] = trained or values["max_position_embeddings"]
     if kind == "llama3":
-        scaling |= {key: rope[key] for key in ("low_freq_factor", "high_freq_factor") if key in rope}
+        scaling |= {
+            key: rope[key] for key in ("low_freq_factor", "high_freq_factor") if key in rope
+        }
     if kind == "yarn":
         if scaling["factor"] is None:
             scaling["factor"] = (
@@ -324,7 +331,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
       dtype: name of the type that the weights are stored in, `config.param_dtype` by default.
 
     Raises:
-      ArchitectureError: `config` has features that its `architecture` cannot express in transformers
+      ArchitectureError: `config` has features that transformers' class for its `architecture` lacks
         (a sliding window in a Llama, say); the message lists them.
     """
     hf = _common_keys(config, dtype or config.param_dtype) | _family_keys(config)
@@ -357,7 +364,7 @@ def _common_keys(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def _rope_keys(config: ModelConfig) -> dict[str, Any]:
-    scaling = None
+    scaling: dict[str, Any] | None = None
     if config.rope_scaling is not None:
         kept = {
             "linear": {"factor"},
@@ -386,23 +393,23 @@ def _rope_keys(config: ModelConfig) -> dict[str, Any]:
     parameters = {"rope_theta": config.rope_theta, "rope_type": "default", **(scaling or {})}
     if config.architecture == "gpt_neox":
         parameters["partial_rotary_factor"] = config.rotary_fraction
-    return dict(rope_theta=config.rope_theta, rope_scaling=scaling, rope_parameters=parameters)
+    return {"rope_theta": config.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
 def _family_keys(config: ModelConfig) -> dict[str, Any]:
     if config.architecture == "gpt_neox":
-        return dict(
-            layer_norm_eps=config.norm_eps,
-            use_parallel_residual=config.parallel_residual,
-            attention_bias=config.qkv_bias,
-            rotary_pct=config.rotary_fraction,
-            rotary_emb_base=config.rope_theta,
-        )
-    keys: dict[str, Any] = dict(
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        rms_norm_eps=config.norm_eps,
-    )
+        return {
+            "layer_norm_eps": config.norm_eps,
+            "use_parallel_residual": config.parallel_residual,
+            "attention_bias": config.qkv_bias,
+            "rotary_pct": config.rotary_fraction,
+            "rotary_emb_base": config.rope_theta,
+        }
+    keys: dict[str, Any] = {
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.norm_eps,
+    }
     if config.architecture in ("llama", "qwen3", "gemma2"):
         keys["attention_bias"] = config.qkv_bias
     if config.architecture == "llama":
@@ -416,16 +423,18 @@ def _family_keys(config: ModelConfig) -> dict[str, Any]:
         keys["sliding_window"] = config.sliding_window
     if config.architecture in ("qwen2", "qwen3"):
         keys["use_sliding_window"] = config.sliding_window is not None
-        # Read by versions that know no layer_types: all windowed layers come after the others there.
+        # For versions that know no layer_types: windowed layers come after the others there.
         keys["max_window_layers"] = sum(window is None for window in config.layer_windows)
     if config.architecture == "gemma2":
         scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
-        keys |= dict(
-            hidden_activation=_HF_ACTIVATIONS[config.activation],
-            query_pre_attn_scalar=round(scalar) if math.isclose(scalar, round(scalar)) else scalar,
-            attn_logit_softcapping=config.attention_softcap,
-            final_logit_softcapping=config.final_softcap,
-        )
+        keys |= {
+            "hidden_activation": _HF_ACTIVATIONS[config.activation],
+            "query_pre_attn_scalar": round(scalar)
+            if math.isclose(scalar, round(scalar))
+            else scalar,
+            "attn_logit_softcapping": config.attention_softcap,
+            "final_logit_softcapping": config.final_softcap,
+        }
     return keys
 
 
@@ -434,15 +443,20 @@ def _check_faithful(config: ModelConfig, hf: dict[str, Any]) -> None:
     wanted, got = _comparable(config), _comparable(config_from_hf(hf))
     differing = [key for key in wanted if not _close(wanted[key], got[key])]
     if differing:
-        details = ", ".join(f"{key}={wanted[key]!r} (would load as {got[key]!r})" for key in differing)
+        details = ", ".join(
+            f"{key}={wanted[key]!r} (would load as {got[key]!r})" for key in differing
+        )
         raise ArchitectureError(
             f"a {config.architecture} in Hugging Face's format cannot express {details}: "
-            f"set architecture to one that can ({', '.join(SUPPORTED_ARCHITECTURES)}) or change these fields"
+            f"set architecture to one that can ({', '.join(SUPPORTED_ARCHITECTURES)}) or "
+            "change these fields"
         )
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:
-    fields = config.model_dump(exclude=_RUN_FIELDS | {"layer_types", "sliding_window", "query_scale"})
+    fields = config.model_dump(
+        exclude=_RUN_FIELDS | {"layer_types", "sliding_window", "query_scale"}
+    )
     fields["layer_windows"] = config.layer_windows
     fields["query_scale"] = config.query_scale or config.head_dim**-0.5
     scaling = fields["rope_scaling"]

@@ -26,7 +26,7 @@ class StoredParameter:
       shape: of one layer's share, without the leading layer axis.
       names: names of the stored tensor, the preferred one first; `{}` stands for the layer.
       stored_shape: shape of the stored tensor.
-      view: stored tensor -> this parameter, a numpy view (so that slicing it reads only that slice).
+      view: stored tensor -> this parameter, a numpy view, so that slicing reads only the slice.
       unview: this parameter (or one slice of the stored tensor, see `fused`) -> as stored.
       fused: `(position, of)` if the stored tensor holds several parameters, interleaved per head.
     """
@@ -150,7 +150,11 @@ def parameter_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
     if config.post_norms:
         norm("layers", "attention_post_norm")
     norm("layers", "mlp_norm")
-    projections = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+    projections = {
+        "gate_proj": (hidden, inner),
+        "up_proj": (hidden, inner),
+        "down_proj": (inner, hidden),
+    }
     for name, shape in projections.items():
         if name == "gate_proj" and not config.gated_mlp:
             continue
@@ -174,7 +178,11 @@ def hf_layout(config: ModelConfig) -> list[StoredParameter]:
     )
     layout = []
     for path, shape in parameter_shapes(config).items():
-        if config.architecture == "gpt_neox" and path[2:3] in (("q_proj",), ("k_proj",), ("v_proj",)):
+        if config.architecture == "gpt_neox" and path[2:3] in (
+            ("q_proj",),
+            ("k_proj",),
+            ("v_proj",),
+        ):
             layout.append(_fused_qkv(path, shape, names[path]))
         else:
             alternatives = [names[path]]
@@ -185,7 +193,7 @@ def hf_layout(config: ModelConfig) -> list[StoredParameter]:
 
 
 def gguf_layout(config: ModelConfig) -> list[StoredParameter]:
-    """Every parameter of `config` as a GGUF file of llama.cpp's converter stores it (dequantised)."""
+    """Every parameter of `config` as llama.cpp's converter stores it in a GGUF file."""
     layout = []
     for path, shape in parameter_shapes(config).items():
         entry = _parameter(path, shape, (_GGUF_NAMES[path],))
@@ -204,7 +212,7 @@ def _parameter(path: Path, shape: tuple[int, ...], names: tuple[str, ...]) -> St
         return x
 
     if path[-1] == "bias" and len(shape) == 2:  # [H, Dh]
-        stored = (shape[0] * shape[1],)
+        stored: tuple[int, ...] = (shape[0] * shape[1],)
         return StoredParameter(
             path, shape, names, stored, lambda x: x.reshape(shape), lambda x: x.reshape(stored)
         )
@@ -262,7 +270,7 @@ def _fused_qkv(path: Path, shape: tuple[int, ...], name: str) -> StoredParameter
 
 
 def _unpermuted(entry: StoredParameter) -> StoredParameter:
-    """llama.cpp pairs rotary channels (0, 1), (2, 3), …; here channel i is paired with i + Dh / 2."""
+    """llama.cpp pairs rotary channels (0, 1), (2, 3), …; here i is paired with i + Dh / 2."""
     heads, head_dim = entry.shape[-2:]
 
     def view(x: np.ndarray) -> np.ndarray:

@@ -68,7 +68,7 @@ def load_params(
     `shardings`, each process reads the slices of its own devices only.
 
     Args:
-      path: a Hugging Face directory (`model.safetensors`, or shards with an index) or a `.gguf` file.
+      path: a Hugging Face directory (`model.safetensors`, or shards with an index), or a GGUF file.
       config: the model, as from `read_config(path)`.
       shardings: pytree of `jax.sharding.Sharding` with the structure of the result, or None for the
         default device.
@@ -92,7 +92,7 @@ def load_params(
 def load_gguf(
     path: str | os.PathLike[str], *, shardings: Any = None, param_dtype: Any = None
 ) -> tuple[ModelConfig, Params, Tokenizer]:
-    """Everything in a GGUF file: description, parameters (dequantised), tokenizer with chat template.
+    """All that is in a GGUF file: description, dequantised parameters, tokenizer with template.
 
     Arguments and errors as in `load_params` and `jaxlab.data.tokenizers.load_tokenizer`.
     """
@@ -197,7 +197,8 @@ def _weight_files(directory: Path) -> dict[str, list[str] | None]:
         # A name with a directory in it could point anywhere on this machine.
         if not isinstance(filename, str) or Path(filename).name != filename:
             raise CheckpointError(
-                f"{directory / INDEX_NAME} places {name!r} in {filename!r}, which is not a file name"
+                f"{directory / INDEX_NAME} places {name!r} in {filename!r}, which is not a "
+                "file name"
             )
         files.setdefault(filename, []).append(name)  # type: ignore[union-attr]
     absent = [filename for filename in files if not (directory / filename).is_file()]
@@ -212,7 +213,8 @@ def _no_weights(directory: Path) -> str:
     pickles = sorted(p.name for p in directory.glob("*.bin"))
     if pickles:
         return (
-            f"{directory} has weights as pickles only ({_listed(pickles)}), which can run code and are "
+            f"{directory} has weights as pickles only ({_listed(pickles)}), which can run "
+            "code and are "
             "not read. Convert them where torch and transformers are installed: "
             f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained('converted')"
         )
@@ -274,13 +276,11 @@ def _check_tensors(
     layout: list[StoredParameter],
     config: ModelConfig,
 ) -> dict[tuple[str, ...], list[str]]:
-    """Compare the whole file with the whole model before reading. Returns path -> a name per layer."""
+    """Compare all of the file with the model before reading. Returns path -> a name per layer."""
     names: dict[tuple[str, ...], list[str]] = {}
     missing, mismatched = {}, {}
     for entry in layout:
-        template = next(
-            (name for name in entry.names if name.format(0) in shapes), entry.names[0]
-        )
+        template = next((name for name in entry.names if name.format(0) in shapes), entry.names[0])
         layers = range(config.num_layers) if entry.stacked else (0,)
         names[entry.path] = [template.format(layer) for layer in layers]
         for name in names[entry.path]:
@@ -293,7 +293,9 @@ def _check_tensors(
     used = {name for group in names.values() for name in group}
     tied = ("lm_head.weight", "embed_out.weight") if config.tie_word_embeddings else ()
     extra = [
-        name for name in shapes if name not in used and name not in tied and not source.ignored(name)
+        name
+        for name in shapes
+        if name not in used and name not in tied and not source.ignored(name)
     ]
     complaints = []
     if mismatched:
@@ -305,10 +307,13 @@ def _check_tensors(
     if complaints:
         hint = ""
         if any(name in missing for name in ("lm_head.weight", "embed_out.weight")):
-            hint = " (if the model ties its embeddings, set tie_word_embeddings: true in config.json)"
+            hint = (
+                " (if the model ties its embeddings, set tie_word_embeddings: true in config.json)"
+            )
         raise CheckpointError(
             f"{source.label} does not hold the {config.architecture} model of its configuration "
-            f"({config.num_layers} layers, width {config.hidden_size}, vocabulary {config.vocab_size}): "
+            f"({config.num_layers} layers, width {config.hidden_size}, vocabulary "
+            f"{config.vocab_size}): "
             f"{'; '.join(complaints)}{hint}. Check that config and weights belong together, "
             "or fetch both again"
         )
@@ -347,7 +352,7 @@ def _read_parameter(
     # Devices that hold the same part (replicas) share one read.
     parts: dict[Any, np.ndarray] = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         key = tuple((s.start, s.stop) for s in index)
         if key not in parts:
             parts[key] = read(index)

@@ -1,4 +1,4 @@
-"""Safetensors files: checked before they are trusted, read through a memory map, written in a stream.
+"""Safetensors files: checked before they are trusted, read through a memory map.
 
 The format (github.com/huggingface/safetensors): 8 bytes little-endian header length, a JSON header
 `{name: {"dtype", "shape", "data_offsets": [begin, end]}}`, then the data, without gaps.
@@ -77,7 +77,7 @@ class SafetensorsFile:
         return np.frombuffer(self._map, dtype, count, entry.begin).reshape(entry.shape)
 
     def release_pages(self) -> None:
-        """Tell the kernel that the pages read so far are not needed again (they can be read again)."""
+        """Let the kernel drop the pages read so far; it can read them again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -85,9 +85,7 @@ class SafetensorsFile:
 def _read_header(file: BinaryIO, size: int, path: Path) -> dict[str, TensorEntry]:
     remedy = "the download or copy is incomplete or damaged: fetch the file again"
     if size < 8:
-        raise CheckpointError(
-            f"{path} has {size} bytes, too few for a safetensors file: {remedy}"
-        )
+        raise CheckpointError(f"{path} has {size} bytes, too few for a safetensors file: {remedy}")
     length = int.from_bytes(file.read(8), "little")
     if length > min(size - 8, _MAX_HEADER_BYTES):
         raise CheckpointError(
@@ -97,7 +95,9 @@ def _read_header(file: BinaryIO, size: int, path: Path) -> dict[str, TensorEntry
     try:
         header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: the header is not valid JSON ({error}): {remedy}") from error
+        raise CheckpointError(
+            f"{path}: the header is not valid JSON ({error}): {remedy}"
+        ) from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is not a JSON object: {remedy}")
     header.pop("__metadata__", None)
@@ -137,22 +137,22 @@ def _entry(name: str, value: Any, data_start: int, data_bytes: int, path: Path) 
     begin, end = offsets
     if not begin <= end <= data_bytes:
         raise fail(
-            f"lies at bytes {begin} to {end} of the data, but the file holds {data_bytes} bytes of data"
+            f"lies at bytes {begin} to {end} of the data, but the file holds {data_bytes} "
+            "bytes of data"
         )
     if math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
         raise fail(f"of shape {shape} and type {dtype} cannot be {end - begin} bytes long")
     return TensorEntry(dtype, tuple(shape), data_start + begin, data_start + end)
 
 
-def _check_contiguous(
-    entries: dict[str, TensorEntry], start: int, size: int, path: Path
-) -> None:
+def _check_contiguous(entries: dict[str, TensorEntry], start: int, size: int, path: Path) -> None:
     position, previous = start, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
             relation = "overlaps with" if entry.begin < position else "leaves a gap after"
             raise CheckpointError(
-                f"{path}: tensor {name!r} {relation} {previous}: the file is damaged, fetch it again"
+                f"{path}: tensor {name!r} {relation} {previous}: the file is damaged, "
+                "fetch it again"
             )
         position, previous = entry.end, f"tensor {name!r}"
     if position != size:

@@ -29,6 +29,16 @@ from jaxlab.errors import CheckpointError, StorageError
 from jaxlab.models.config import ModelConfig
 
 _DEFAULT_SHARD_BYTES = 5_000_000_000
+# With tokenizer*, chat_template* and model*.safetensors: what a saved model consists of.
+_MODEL_FILES = {
+    "config.json",
+    "generation_config.json",
+    INDEX_NAME,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+}
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,8 @@ def _check_params(params: Params, layout: list[StoredParameter], config: ModelCo
         for entry in layout
     }
     wrong = [
-        f"{'/'.join(map(str, path))} is {found.get(path, 'missing')}, expected {expected.get(path, 'absent')}"
+        f"{'/'.join(map(str, path))} is {found.get(path, 'missing')}, expected "
+        f"{expected.get(path, 'absent')}"
         for path in sorted(set(found) | set(expected))
         if found.get(path) != expected.get(path)
     ]
@@ -134,7 +145,9 @@ def _tensors(layout: list[StoredParameter], config: ModelConfig) -> list[_Tensor
     groups: dict[str, list[StoredParameter]] = {}
     for entry in layout:
         groups.setdefault(entry.names[0], []).append(entry)
-    before, stacked, after = [], [], []
+    before: list[_Tensor] = []
+    after: list[_Tensor] = []
+    stacked: list[tuple[str, tuple[StoredParameter, ...]]] = []
     for template, entries in groups.items():
         if entries[0].stacked:
             stacked.append((template, tuple(entries)))
@@ -161,9 +174,10 @@ def _gathered(params: Params, tensors: list[_Tensor], dtype: np.dtype) -> Iterat
 
 
 def _leaf(params: Params, path: tuple[str, ...]) -> jax.Array:
+    node: Any = params
     for key in path:
-        params = params[key]
-    return params
+        node = node[key]
+    return node
 
 
 def _host_value(leaf: Any, layer: int | None) -> np.ndarray:
@@ -230,7 +244,7 @@ def _write_weights(
         with (directory / name).open("wb") as file:
             file.write(header_bytes([(tensor.name, tensor.shape) for tensor in shard], dtype))
             for tensor in shard:
-                file.write(next(values).reshape(-1).view(np.uint8))
+                file.write(next(values).reshape(-1).view(np.uint8).data)
                 weight_map[tensor.name] = name
             file.flush()
             os.fsync(file.fileno())
@@ -251,11 +265,11 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _generation_config(config: ModelConfig) -> dict[str, Any]:
     eos = config.eos_token_id
-    ids = dict(
-        bos_token_id=config.bos_token_id,
-        eos_token_id=list(eos) if isinstance(eos, tuple) else eos,
-        pad_token_id=config.pad_token_id,
-    )
+    ids = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
+        "pad_token_id": config.pad_token_id,
+    }
     return {key: value for key, value in ids.items() if value is not None}
 
 
@@ -287,7 +301,7 @@ def _storage_errors(directory: Path) -> Iterator[None]:
 
 
 def _publish(staging: Path, directory: Path) -> None:
-    """Put `staging` in the place of `directory`; afterwards `staging` holds what is to be deleted."""
+    """Put `staging` in the place of `directory`; `staging` then holds what is to be deleted."""
     for entry in staging.rglob("*"):
         if entry.is_file():  # the tokenizer's files
             _sync(entry)
@@ -297,7 +311,7 @@ def _publish(staging: Path, directory: Path) -> None:
         _exchange(staging, directory)
         _keep_foreign_files(old=staging, new=directory)
     else:
-        os.rename(staging, directory)
+        staging.rename(directory)
     _sync(directory.parent)
 
 
@@ -323,27 +337,25 @@ def _exchange(a: Path, b: Path) -> None:
         if rename is not None and rename(here, bytes(a), here, bytes(b), exchange) == 0:
             return
     aside = a.with_name(a.name + "-old")
-    os.rename(b, aside)
+    b.rename(aside)
     try:
-        os.rename(a, b)
+        a.rename(b)
     except OSError:
-        os.rename(aside, b)
+        aside.rename(b)
         raise
-    os.rename(aside, a)
+    aside.rename(a)
 
 
 def _keep_foreign_files(old: Path, new: Path) -> None:
     """Move over what the user keeps beside the model: logs, notes, a README."""
-    written = ("config.json", "generation_config.json", INDEX_NAME, "special_tokens_map.json")
-    written += ("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model")
     for entry in old.iterdir():
         is_model = (
-            entry.name in written
+            entry.name in _MODEL_FILES
             or entry.name.startswith(("tokenizer", "chat_template"))
             or (entry.name.startswith("model") and entry.suffix == ".safetensors")
         )
         if not is_model and not (new / entry.name).exists():
-            os.rename(entry, new / entry.name)
+            entry.rename(new / entry.name)
 
 
 def _agree(failure: Exception | None, directory: Path) -> None:

@@ -50,19 +50,20 @@ def render_text(
     """
     if not template:
         raise TokenizerError(
-            "the tokenizer has no chat template, so it belongs to a base model: give the prompt as a "
+            "the tokenizer has no chat template, so it belongs to a base model: give the "
+            "prompt as a "
             "plain string, or use an instruction-tuned model"
         )
     _check_messages(messages)
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        rendered, _ = render_jinja_template(
+        rendered: list[str] = render_jinja_template(
             conversations=[[dict(message) for message in messages]],
             chat_template=template,
             add_generation_prompt=add_generation_prompt,
             **special_tokens,
-        )
+        )[0]
     except jinja2.TemplateSyntaxError as error:
         raise TokenizerError(
             f"the chat template is not valid Jinja (line {error.lineno}: {error.message}): "

@@ -1,8 +1,8 @@
 """GGUF files: metadata and tensor table, every length and offset checked before it is used.
 
-The layout is llama.cpp's (github.com/ggml-org/ggml, docs/gguf.md): magic, version, counts, key-value
-pairs, tensor descriptions, then aligned tensor data. Only the numbers of the quantisation types come
-from package `gguf`; its reader trusts the lengths in a file, so it is not used.
+The layout is llama.cpp's (github.com/ggml-org/ggml, docs/gguf.md): magic, version, counts,
+key-value pairs, tensor descriptions, then aligned tensor data. Package `gguf` gives the types and
+dequantises; its reader trusts the lengths in a file, so it is not used.
 """
 
 from __future__ import annotations
@@ -84,12 +84,13 @@ class GGUFFile:
         self.tensors = _read_tensor_table(cursor, num_tensors, self.metadata)
         if self.metadata.get("split.count", 1) not in (0, 1):
             raise CheckpointError(
-                f"{self.path} is one part of a model split over {self.metadata['split.count']} files: "
+                f"{self.path} is one part of a model split over "
+                f"{self.metadata['split.count']} files: "
                 "join them first, with llama.cpp's `llama-gguf-split --merge FIRST OUTPUT`"
             )
 
     def tensor(self, name: str) -> np.ndarray:
-        """The tensor's values: a view of the file if it is F32, F16 or F64, else dequantised float32."""
+        """The tensor's values: a view of the file if F32, F16 or F64, else dequantised float32."""
         entry = self.tensors[name]
         raw = np.frombuffer(self._map, np.uint8, entry.end - entry.begin, entry.begin)
         plain = {
@@ -104,13 +105,14 @@ class GGUFFile:
             values = gguf.dequantize(raw.reshape(-1, row_bytes), entry.type)
         except NotImplementedError as error:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} has type {entry.type.name}, which package gguf cannot "
+                f"{self.path}: tensor {name!r} has type {entry.type.name}, which package "
+                "gguf cannot "
                 "dequantise: use a file in another quantisation (Q8_0, Q4_K_M, F16, …)"
             ) from error
         return values.reshape(entry.shape)
 
     def release_pages(self) -> None:
-        """Tell the kernel that the pages read so far are not needed again (they can be read again)."""
+        """Let the kernel drop the pages read so far; it can read them again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -159,9 +161,7 @@ class _Cursor:
         if item_kind in _SCALARS:
             width = struct.calcsize("<" + _SCALARS[item_kind])
             self.require(count * width, "an array")
-            values = struct.unpack_from(
-                f"<{count}{_SCALARS[item_kind]}", self.data, self.position
-            )
+            values = struct.unpack_from(f"<{count}{_SCALARS[item_kind]}", self.data, self.position)
             self.position += count * width
             return list(values)
         # A string is at least its length field, an array its type and length.
@@ -187,7 +187,9 @@ def _check_magic(cursor: _Cursor) -> None:
 
 
 def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
-    cursor.require(count * 13, f"a table of {count} metadata keys")  # length, type, one byte of value
+    cursor.require(
+        count * 13, f"a table of {count} metadata keys"
+    )  # length, type, one byte of value
     metadata: dict[str, Any] = {}
     for _ in range(count):
         key = cursor.string()

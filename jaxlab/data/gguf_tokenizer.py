@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file's metadata, rebuilt as a fast tokenizer.
 
-A GGUF file names its pre-tokenizer (`tokenizer.ggml.pre`) instead of describing it; the splits below
-are the ones those names stand for in llama.cpp (src/llama-vocab.cpp) and in the models' own
+A GGUF file names its pre-tokenizer (`tokenizer.ggml.pre`) instead of describing it; the splits
+below are the ones those names stand for in llama.cpp (src/llama-vocab.cpp) and in the models' own
 `tokenizer.json`.
 """
 
@@ -125,9 +125,7 @@ def _byte_level_pre_tokenizer(family: str) -> pre.PreTokenizer:
     if family == "digits":
         return pre.Sequence([pre.Digits(individual_digits=True), gpt2])
     if family == "default":
-        gpt2_split = (
-            r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-        )
+        gpt2_split = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
         splits = [
             pre.Split(Regex(pattern or gpt2_split), behavior="isolated") for pattern in _DEFAULT
         ]

@@ -121,7 +121,8 @@ def _not_found(text: str, path: Path) -> str:
     if "/" not in text and not text.endswith(".gguf"):
         candidates = [*NAMED_MODELS, *_entries(Path())]
         return (
-            f"there is no model {text!r}{_did_you_mean(text, candidates)}: give a directory, a .gguf "
+            f"there is no model {text!r}{_did_you_mean(text, candidates)}: give a "
+            "directory, a .gguf "
             f"file, a hub id (organisation/name), or one of: {names}"
         )
     parent = path.parent
@@ -168,17 +169,19 @@ def _named_model(name: str, model: NamedModel, progress: Progress | None) -> Pat
                     continue
                 with fetched.open("rb") as file:
                     os.fsync(file.fileno())
-                os.replace(fetched, cached)
+                fetched.replace(cached)
             return cached
         except _NotReachable as error:
             failures.append(f"{label}: {error}")
         except OSError as error:
             raise StorageError(
                 f"cannot store {name} ({model.size / 1e6:.0f} MB) in {cached.parent}: "
-                f"{error.strerror or error}. Free some space, or set JAXLAB_CACHE to another directory"
+                f"{error.strerror or error}. Free some space, or set JAXLAB_CACHE to "
+                "another directory"
             ) from error
     raise CheckpointError(
-        f"model {name} is not on this machine and cannot be fetched ({'; '.join(failures)}). Connect to "
+        f"model {name} is not on this machine and cannot be fetched "
+        f"({'; '.join(failures)}). Connect to "
         f"the network, or put {model.filename} (SHA-256 {model.sha256}) at {cached}"
     )
 
@@ -188,7 +191,7 @@ class _NotReachable(Exception):
 
 
 def _installed(model: NamedModel) -> Path | None:
-    """The file inside the installed package, found without importing it (it needs more packages)."""
+    """The file in the installed package, found without importing it (that needs more packages)."""
     spec = importlib.util.find_spec(model.module)
     for location in (spec.submodule_search_locations or ()) if spec else ():
         return Path(location) / model.filename
@@ -300,14 +303,17 @@ def _from_hub(source: str, fetch: Callable[[], str]) -> str:
         return fetch()
     except OSError as error:
         if error.errno is not None and error.filename is not None:
-            raise StorageError(f"cannot store {source}: {error}; set HF_HOME to another disk") from error
+            raise StorageError(
+                f"cannot store {source}: {error}; set HF_HOME to another disk"
+            ) from error
         failure: Exception = error
     except Exception as error:  # huggingface_hub's errors descend from several bases
         failure = error
     reason = str(failure).strip().splitlines()
     raise CheckpointError(
         f"{source} is no local path, and the hub cannot deliver it: "
-        f"{reason[0] if reason else type(failure).__name__}. Check the spelling and the network; for a "
+        f"{reason[0] if reason else type(failure).__name__}. Check the spelling and the "
+        "network; for a "
         "private or gated model set HF_TOKEN"
     ) from failure
 

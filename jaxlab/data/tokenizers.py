@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens, for models trained from scratch: 0 pad, 1 bos, 2 eos, 3… the 256 bytes.
+    """UTF-8 bytes as tokens, for models from scratch: 0 pad, 1 bos, 2 eos, 3… the 256 bytes.
 
     `encode` never makes a special token of text that looks like one; `apply_chat_template` does for
     those that the template writes.
@@ -75,7 +75,7 @@ class ByteTokenizer:
         return [self.bos_token_id, *ids] if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, ids out of range nothing."""
         data = bytearray()
         for token in ids:
             token = int(token)
@@ -97,7 +97,7 @@ class ByteTokenizer:
         return ids
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write it as a byte-level BPE without merges, which transformers loads with the same ids."""
+        """Write it as a byte-level BPE without merges: transformers loads it with the same ids."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         _byte_level_bpe(self._special).save(str(directory / "tokenizer.json"))
@@ -120,7 +120,7 @@ def _byte_level_bpe(special: tuple[str, ...]) -> Any:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as FastTokenizer
 
-    # GPT-2's printable names of the bytes: printable Latin-1 names itself, the rest is shifted to 256….
+    # GPT-2's names of the bytes: printable Latin-1 names itself, the rest is shifted to 256….
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     shifted = [byte for byte in range(256) if byte not in printable]
     names = {byte: chr(byte) for byte in printable}
@@ -168,11 +168,13 @@ class PretrainedTokenizer:
         return self.hf.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        return self.hf.decode(
+        text = self.hf.decode(
             [int(token) for token in ids],
             skip_special_tokens=skip_special_tokens,
             clean_up_tokenization_spaces=False,
         )
+        assert isinstance(text, str)  # a list of ids gives one text, a list of lists several
+        return text
 
     def apply_chat_template(
         self, messages: Sequence[chat.Message], add_generation_prompt: bool = True
@@ -227,8 +229,12 @@ def _from_directory(path: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers and its Rust library raise many types, bare Exception too
+        hf = AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except (
+        Exception
+    ) as error:  # transformers and its Rust library raise many types, bare Exception too
         raise TokenizerError(
             f"cannot load the tokenizer in {path}: {error}; fetch its files again"
         ) from error
@@ -259,7 +265,8 @@ def check_vocabulary(tokenizer: Tokenizer, config: _HasVocabulary) -> None:
     if rows > max(2 * tokens, tokens + 1024):
         raise TokenizerError(
             f"the model's vocabulary has {rows} entries, the tokenizer only {tokens} tokens, so it "
-            "cannot be the model's: use the model's own tokenizer, or (from scratch) set vocab_size "
+            "cannot be the model's: use the model's own tokenizer, or (from scratch) set "
+            "vocab_size "
             f"to about {tokens}"
         )
 

@@ -1,0 +1,6 @@
+"""Makes `tiny_models` importable whichever way pytest imports the tests."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
