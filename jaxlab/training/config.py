@@ -4,6 +4,7 @@ from typing import Any, Literal, Optional
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
+from jaxlab.checkpoints import read_config, resolve
 from jaxlab.config import parse_config
 from jaxlab.data.config import DataConfig
 from jaxlab.errors import ConfigError
@@ -172,21 +173,20 @@ class ExperimentConfig(_Section):
         return self.tokenizer or self.model.source or "byte"
 
 
-def model_config(
-    section: Any, *, base: ModelConfig | None = None, vocab_size: int | None = None
-) -> ModelConfig:
-    """The `ModelConfig` of a `model:` section.
+def model_config(section: Any, *, vocab_size: int | None = None) -> ModelConfig:
+    """The `ModelConfig` of a `model:` section: its source's with the overrides, or a new one.
 
     Args:
       section: a `ModelSection`.
-      base: the configuration of its source, if it has one.
       vocab_size: that of the tokenizer, for a new model that does not say its own.
 
     Raises:
       ConfigError: a field is missing or does not fit the others.
+      CheckpointError: the source is missing or malformed.
     """
     fields = section.model_dump(mode="json", exclude_unset=True, exclude={"source"})
-    if base is not None:
+    if section.source is not None:
+        base = read_config(resolve(section.source))
         tree = _merged(base.model_dump(mode="json"), fields)
         # These follow from others; kept, the source's values would contradict an override.
         if "num_layers" in fields and "layer_types" not in fields:

@@ -187,7 +187,7 @@ def _unmasked(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Gradie
 
 
 def _matrix_axes(params: Any) -> Any:
-    """Which axes of a layer's stacked kernel are in- and outputs; None for what is no such matrix."""
+    """Which axes of a stacked kernel are inputs, which outputs; None for what is no such matrix."""
 
     def axes(path: Any, leaf: Any) -> contrib.MuonDimensionNumbers | None:
         names = _path(path).split("/")

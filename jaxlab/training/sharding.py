@@ -126,7 +126,7 @@ def check_mesh(
         if accumulate > 1:
             batch += f" / training.accumulate {accumulate} = {micro:g} rows"
         checks = [
-            ("data × fsdp", rows, batch, micro),
+            ("data*fsdp", rows, batch, micro),
             ("fsdp", sizes["fsdp"], "model.hidden_size", model.hidden_size),
             ("tensor", sizes["tensor"], "model.num_heads", model.num_heads),
             ("tensor", sizes["tensor"], "model.intermediate_size", model.intermediate_size),

@@ -1,0 +1,188 @@
+"""Several processes that train one model: how they meet, agree, and notice that one has died."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlab.errors import ConfigError, JaxlabError
+from jaxlab.training.config import DistributedConfig
+
+
+class DistributedError(JaxlabError):
+    """Another process of the run died, or could not be reached."""
+
+
+# At the end processes wait so long for each other to disconnect. Short, because a process that
+# reports an error must not hang; `meet` has already waited for the slowest where all is well.
+_SHUTDOWN_SECONDS = 10
+
+
+def initialize(config: DistributedConfig) -> None:
+    """Join the run's other processes, if there are any; before anything touches a device.
+
+    A process that shows no sign of life for `config.peer_timeout` seconds counts as dead, and ends
+    the others.
+
+    Raises:
+      ConfigError: the address is given but not the number of processes or which one this is.
+      DistributedError: the others did not come.
+    """
+    if jax.distributed.is_initialized():
+        return
+    address = config.coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if address is None and not config.auto:
+        return
+    count = _number(config.num_processes, "num_processes", "JAX_NUM_PROCESSES")
+    index = _number(config.process_id, "process_id", "JAX_PROCESS_ID")
+    if not config.auto and (count is None or index is None):
+        missing = "num_processes" if count is None else "process_id"
+        raise ConfigError(
+            f"distributed.coordinator_address is {address} but distributed.{missing} is missing: "
+            f"give it, or JAX_{missing.upper()}, or set distributed.auto"
+        )
+    if count is not None and index is not None and index >= count:
+        raise ConfigError(
+            f"distributed.process_id {index} is not below distributed.num_processes {count}"
+        )
+    # What CPU devices of different processes talk through; other platforms have their own.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            coordinator_address=address,
+            num_processes=count,
+            process_id=index,
+            heartbeat_timeout_seconds=config.peer_timeout,
+            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(
+            f"the {count or ''} processes of this run could not meet at {address or 'the cluster'}"
+            f": {_first_line(error)}"
+        ) from error
+
+
+def _number(given: int | None, name: str, variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if given is not None or text is None:
+        return given
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"{variable} is {text!r}, which is no number: give distributed.{name}"
+        ) from None
+
+
+@contextlib.contextmanager
+def peer_errors() -> Iterator[None]:
+    """Turn the runtime's complaint about a vanished process into a `DistributedError`."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if jax.process_count() == 1 or not _is_about_peers(str(error)):
+            raise
+        raise DistributedError(
+            f"lost one of the {jax.process_count()} processes of this run: {_first_line(error)}. "
+            "Start all of them again: they resume from the last checkpoint"
+        ) from error
+
+
+def _is_about_peers(message: str) -> bool:
+    signs = (
+        "gloo",
+        "connection",
+        "peer",
+        "heartbeat",
+        "coordination",
+        "unavailable",
+        "deadline_exceeded",
+        "task",
+        "barrier",
+        "socket",
+    )
+    return any(sign in message.lower() for sign in signs)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+
+
+def meet(name: str) -> None:
+    """Wait for all processes."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def gather_rows(rows: np.ndarray) -> np.ndarray:
+    """The rows of all processes, in the order of the processes."""
+    if jax.process_count() == 1:
+        return rows
+    return np.asarray(multihost_utils.process_allgather(rows)).reshape(-1, *rows.shape[1:])
+
+
+class Agreement:
+    """The largest number that any process says, without waiting for it.
+
+    `say` starts a reduction between the processes and gives an array to read a step later. All
+    processes then read the same, so they can act on it at the same step.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._size = mesh.size
+        self._largest = jax.jit(
+            lambda numbers: numbers.max(), out_shardings=NamedSharding(mesh, PartitionSpec())
+        )
+
+    def say(self, number: int) -> Any:
+        if jax.process_count() == 1:
+            return number
+        numbers = jax.make_array_from_callback(
+            (self._size,),
+            self._sharding,
+            lambda index: np.full((self._size,), number, np.int32)[index],
+        )
+        return self._largest(numbers)
+
+
+def process_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, int]:
+    """Which share of a batch's rows this process has to read: (index, number of shares).
+
+    `(0, 1)`, the whole batch, unless the devices of every process hold the contiguous share that
+    its index says.
+    """
+    count = jax.process_count()
+    share, remainder = divmod(shape[0], count)
+    if remainder:
+        return 0, 1
+    for device, index in sharding.devices_indices_map(shape).items():
+        start, stop, _ = index[0].indices(shape[0])
+        first = device.process_index * share
+        if start < first or stop > first + share:
+            return 0, 1
+    return jax.process_index(), count
+
+
+def global_batch(
+    batch: dict[str, np.ndarray], sharding: NamedSharding, share: tuple[int, int]
+) -> dict[str, jax.Array]:
+    """This process' rows of a batch as its part of arrays over the whole mesh."""
+    index, count = share
+
+    def place(local: np.ndarray) -> jax.Array:
+        first = index * local.shape[0]
+        shape = (local.shape[0] * count, *local.shape[1:])
+
+        def part(wanted: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = wanted[0].indices(shape[0])
+            return local[(slice(start - first, stop - first), *wanted[1:])]
+
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return {name: place(local) for name, local in batch.items()}
