@@ -61,7 +61,8 @@ class DataConfig(BaseModel):
         None,
         ge=1,
         description="Rows that are shuffled together after packing, so that the rows of a long "
-        "document do not follow each other. Without it as many as hold 262,144 tokens.",
+        "document do not follow each other. Without it as many as hold 262,144 tokens, at most "
+        "1,024.",
     )
     loss_on: Literal["assistant", "all"] = Field(
         "assistant",

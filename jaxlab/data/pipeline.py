@@ -34,8 +34,9 @@ _IDENTITY = (
     "shuffle_rows",
     "loss_on",
 )
-# Tokens that are shuffled together where `shuffle_rows` is not given.
+# What is shuffled together where `shuffle_rows` is not given: the first batch waits for it.
 _SHUFFLED_TOKENS = 1 << 18
+_SHUFFLED_ROWS = 1 << 10
 
 
 def make_pipeline(
@@ -214,7 +215,9 @@ def _dataset(
     else:
         rows = grain.experimental.FlatMapIterDataset(documents, _Pieces(config.sequence_length))
     if shuffle:
-        window = config.shuffle_rows or max(1, _SHUFFLED_TOKENS // config.sequence_length)
+        window = config.shuffle_rows or min(
+            _SHUFFLED_ROWS, max(1, _SHUFFLED_TOKENS // config.sequence_length)
+        )
         rows = grain.experimental.WindowShuffleIterDataset(rows, window_size=window, seed=row_seed)
 
     share = config.batch_size // process_count
