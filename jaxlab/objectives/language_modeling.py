@@ -3,7 +3,9 @@
 from typing import Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import ArrayLike
 
 from jaxlab.objectives.cross_entropy import Metrics, chunked_cross_entropy
 
@@ -17,7 +19,7 @@ class Objective(Protocol):
     """
 
     def __call__(
-        self, params, batch: dict[str, jax.Array], rng: jax.Array
+        self, params, batch: dict[str, ArrayLike], rng: jax.Array
     ) -> tuple[jax.Array, Metrics]: ...
 
 
@@ -41,8 +43,9 @@ def language_modeling(
       all of that shape. `rng` is not used.
     """
 
-    def objective(params, batch: dict[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, Metrics]:
+    def objective(params, batch: dict[str, ArrayLike], rng: jax.Array) -> tuple[jax.Array, Metrics]:
         del rng
+        batch = {name: jnp.asarray(value) for name, value in batch.items()}
         hidden = module.apply(
             {"params": params},
             batch["tokens"],

@@ -51,6 +51,11 @@ class Checkpointer:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(
                 self.directory,
+                item_handlers={
+                    "params": ocp.StandardCheckpointHandler(),
+                    "state": ocp.StandardCheckpointHandler(),
+                    "run": ocp.JsonCheckpointHandler(),
+                },
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=AnyPreservationPolicy(
                         [

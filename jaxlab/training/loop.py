@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import tempfile
 import time
@@ -292,7 +293,7 @@ class _Run:
                     state,
                     data_state=train_data.get_state(),
                     model=model,
-                    config=config.model_dump(mode="json"),
+                    config=self._config_record(),
                     validation_loss=validation_loss if validate else None,
                 )
                 reporter.on_checkpoint(step, str(checkpointer.path(step)))
@@ -321,8 +322,15 @@ class _Run:
                 raise StorageError(
                     f"cannot make output_dir {self.directory}: {error.strerror or error}"
                 ) from error
-            _write_text(self.directory / "config.json", self.config.model_dump_json(indent=2))
+            text = json.dumps(self._config_record(), indent=2) + "\n"
+            _write_text(self.directory / "config.json", text)
         distributed.meet("output directory")
+
+    def _config_record(self) -> dict[str, Any]:
+        """The configuration with its defaults, but of the model only what was given."""
+        record = self.config.model_dump(mode="json")
+        record["model"] = self.config.model.model_dump(mode="json", exclude_unset=True)
+        return record
 
     def _writer(self, start_step: int) -> Any:
         if jax.process_index() != 0:

@@ -21,8 +21,9 @@ class OptimizerConfig(BaseModel):
 
     name: Literal["adamw", "adafactor", "lion", "muon"] = Field(
         "adamw",
-        description="Muon orthogonalises the layers' matrices and leaves the rest to AdamW, with "
-        "updates scaled so that AdamW's learning rates serve.",
+        description="Adafactor's learning rate is relative to the size of each parameter. Muon "
+        "orthogonalises the layers' matrices and leaves the rest to AdamW, with updates scaled so "
+        "that AdamW's learning rates serve.",
     )
     learning_rate: float = Field(3e-4, gt=0, description="The highest rate of the schedule.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
