@@ -171,8 +171,8 @@ def _llama3_scaling(file: GGUFFile, fields: dict[str, Any]) -> dict[str, Any]:
     The divisor of frequency f is 1 for short wavelengths, `factor` for long ones, and between them
     `1 / ((1 - s) / factor + s)` with `s = (n * f / 2π - low) / (high - low)`, n the trained length.
     So s is linear in f, and the line through the values between gives `n / (high - low)` and
-    `low / (high - low)`; only these ratios matter. Llama 3.1, 3.2 and 3.3 have n = 8192, low = 1 and
-    high = 4: that is tried first.
+    `low / (high - low)`; only these ratios matter. Llama 3.1, 3.2 and 3.3 have n = 8192, low = 1
+    and high = 4: that is tried first.
     """
     divisors = np.asarray(file.tensor("rope_freqs.weight"), np.float64).reshape(-1)
     dim = 2 * divisors.size

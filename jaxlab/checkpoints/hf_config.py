@@ -114,26 +114,26 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
             "download config.json again, or add them"
         )
     rope = _rope_parameters(values)
-    fields = dict(
-        architecture=architecture,
-        vocab_size=values["vocab_size"],
-        hidden_size=values["hidden_size"],
-        intermediate_size=values["intermediate_size"],
-        num_layers=values["num_hidden_layers"],
-        num_heads=values["num_attention_heads"],
-        num_kv_heads=values.get("num_key_value_heads") or 0,
-        head_dim=values.get("head_dim") or 0,
-        max_position_embeddings=values["max_position_embeddings"],
-        rope_theta=_rope_theta(values, rope),
-        rope_scaling=_rope_scaling(values, rope),
-        norm_eps=values.get("rms_norm_eps", 1e-6),
-        activation=_activation(values),
-        tie_word_embeddings=values.get("tie_word_embeddings", False),
-        initializer_range=values.get("initializer_range", 0.02),
-        bos_token_id=_single_id(values.get("bos_token_id")),
-        eos_token_id=_ids(values.get("eos_token_id")),
-        pad_token_id=_single_id(values.get("pad_token_id")),
-    ) | _family_fields(architecture, values, rope)
+    fields = {
+        "architecture": architecture,
+        "vocab_size": values["vocab_size"],
+        "hidden_size": values["hidden_size"],
+        "intermediate_size": values["intermediate_size"],
+        "num_layers": values["num_hidden_layers"],
+        "num_heads": values["num_attention_heads"],
+        "num_kv_heads": values.get("num_key_value_heads") or 0,
+        "head_dim": values.get("head_dim") or 0,
+        "max_position_embeddings": values["max_position_embeddings"],
+        "rope_theta": _rope_theta(values, rope),
+        "rope_scaling": _rope_scaling(values, rope),
+        "norm_eps": values.get("rms_norm_eps", 1e-6),
+        "activation": _activation(values),
+        "tie_word_embeddings": values.get("tie_word_embeddings", False),
+        "initializer_range": values.get("initializer_range", 0.02),
+        "bos_token_id": _single_id(values.get("bos_token_id")),
+        "eos_token_id": _ids(values.get("eos_token_id")),
+        "pad_token_id": _single_id(values.get("pad_token_id")),
+    } | _family_fields(architecture, values, rope)
     try:
         return ModelConfig.model_validate(fields)
     except ValidationError as error:

@@ -58,7 +58,7 @@ def render_text(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        rendered: list[str] = render_jinja_template(
+        rendered: Any = render_jinja_template(
             conversations=[[dict(message) for message in messages]],
             chat_template=template,
             add_generation_prompt=add_generation_prompt,

@@ -186,7 +186,7 @@ def test_a_directory_without_weights(tmp_path):
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "[" * 100_000])
 def test_a_damaged_config(model, text):
     (model / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match="config.json"):
+    with pytest.raises(CheckpointError, match=r"config.json"):
         read_config(model)
 
 

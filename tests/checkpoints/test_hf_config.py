@@ -142,7 +142,7 @@ def test_impossible_values_are_refused():
         config_from_hf({key: value for key, value in LLAMA.items() if key != "hidden_size"})
     with pytest.raises(CheckpointError, match="num_kv_heads"):
         config_from_hf(LLAMA | {"num_key_value_heads": 3})
-    with pytest.raises(CheckpointError, match="rope_scaling.factor"):
+    with pytest.raises(CheckpointError, match=r"rope_scaling.factor"):
         config_from_hf(LLAMA | {"rope_scaling": {"type": "linear"}})
 
 
