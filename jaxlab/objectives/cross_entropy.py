@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,7 @@ def cross_entropy(
       micro-batches has to weigh them).
     """
     weights = _weights(targets, mask)
-    total, nll_sum = _sums(logits, targets, weights, z_loss)
-    return _mean(total, nll_sum, weights)
+    return _mean(_sums(logits, targets, weights, z_loss), weights, z_loss)
 
 
 def chunked_cross_entropy(
@@ -96,10 +95,10 @@ def chunked_cross_entropy(
     # Shards are mapped over, so `unembed` sees plain [positions, width].
     example = jax.ShapeDtypeStruct((rows * chunk, width), hidden.dtype)
     pure_unembed, parameters = jax.closure_convert(unembed, example)
-    total, nll_sum = _summed_losses(
+    sums = _summed_losses(
         pure_unembed, z_loss, split(hidden), split(targets), split(weights), parameters
     )
-    return _mean(total, nll_sum, weights)
+    return _mean(sums, weights, z_loss)
 
 
 def _weights(targets: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -108,20 +107,25 @@ def _weights(targets: jax.Array, mask: jax.Array | None) -> jax.Array:
     return jax.lax.stop_gradient(mask.astype(jnp.float32))
 
 
-def _mean(total: jax.Array, nll_sum: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
+class _Sums(NamedTuple):
+    """Weighted sums over targets; only the first one is differentiated."""
+
+    total: jax.Array  # nll + z_loss * square
+    nll: jax.Array  # of the negative log-likelihoods
+    square: jax.Array  # of the squared log-normalisers
+
+
+def _mean(sums: _Sums, weights: jax.Array, z_loss: float) -> tuple[jax.Array, Metrics]:
     weight = jnp.sum(weights)
     divisor = jnp.where(weight > 0, weight, 1.0)
-    loss = total / divisor
+    loss = sums.total / divisor
     metrics = {
         "loss": loss,
-        "cross_entropy": nll_sum / divisor,
-        "z_loss": (total - nll_sum) / divisor,
+        "cross_entropy": sums.nll / divisor,
+        "z_loss": z_loss * sums.square / divisor,
         "weight": weight,
     }
     return loss, jax.lax.stop_gradient(metrics)
-
-
-Sums = tuple[jax.Array, jax.Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -132,20 +136,17 @@ def _summed_losses(
     targets: jax.Array,
     weights: jax.Array,
     parameters: list[jax.Array],
-) -> Sums:
-    """Sums over all targets of (loss with z-term, loss). Only the first is differentiable.
+) -> _Sums:
+    """Sums over all targets. Arrays are `[chunks, batch shards, time shards, positions, …]`."""
 
-    Arrays are `[chunks, batch shards, time shards, positions, …]`.
-    """
-
-    def one_shard(hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
+    def one_shard(hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> _Sums:
         return _sums(unembed(hidden, *parameters), targets, weights, z_loss)
 
-    def one_chunk(sums: Sums, chunk: tuple[jax.Array, ...]) -> tuple[Sums, None]:
+    def one_chunk(sums: _Sums, chunk: tuple[jax.Array, ...]) -> tuple[_Sums, None]:
         return _add(sums, jax.vmap(jax.vmap(one_shard))(*chunk)), None
 
-    zero = jnp.zeros((), jnp.float32)
-    sums, _ = jax.lax.scan(one_chunk, (zero, zero), (hidden, targets, weights))
+    zeros = _Sums(*(jnp.zeros((), jnp.float32),) * 3)
+    sums, _ = jax.lax.scan(one_chunk, zeros, (hidden, targets, weights))
     return sums
 
 
@@ -156,7 +157,7 @@ def _summed_losses_fwd(
     targets: jax.Array,
     weights: jax.Array,
     parameters: list[jax.Array],
-) -> tuple[Sums, tuple[Any, ...]]:
+) -> tuple[_Sums, tuple[Any, ...]]:
     def one_shard(hidden, targets, weights):
         logits, pullback = jax.vjp(unembed, hidden, *parameters)
         sums, logits_gradient = _sums_and_gradient(logits, targets, weights, z_loss)
@@ -172,7 +173,7 @@ def _summed_losses_fwd(
         ]
         return (sums, accumulated), hidden_gradient
 
-    zero = jnp.zeros((), jnp.float32)
+    zeros = _Sums(*(jnp.zeros((), jnp.float32),) * 3)
     shards = hidden.shape[1:3]
     accumulators = [
         nn.with_logical_constraint(
@@ -182,7 +183,7 @@ def _summed_losses_fwd(
         for p in parameters
     ]
     (sums, accumulated), hidden_gradient = jax.lax.scan(
-        one_chunk, ((zero, zero), accumulators), (hidden, targets, weights)
+        one_chunk, (zeros, accumulators), (hidden, targets, weights)
     )
     gradients = [
         jnp.sum(a, axis=(0, 1)).astype(p.dtype)
@@ -194,7 +195,7 @@ def _summed_losses_fwd(
 def _summed_losses_bwd(unembed, z_loss, residuals, cotangents):
     del unembed, z_loss
     hidden_gradient, gradients, _, weights = residuals
-    scale, _ = cotangents  # the second output only feeds metrics
+    scale = cotangents.total  # the other sums only feed metrics
 
     def scaled(gradient: jax.Array) -> jax.Array:
         return (gradient * scale).astype(gradient.dtype)
@@ -205,31 +206,30 @@ def _summed_losses_bwd(unembed, z_loss, residuals, cotangents):
 _summed_losses.defvjp(_summed_losses_fwd, _summed_losses_bwd)
 
 
-def _sums(logits: jax.Array, targets: jax.Array, weights: jax.Array, z_loss: float) -> Sums:
+def _sums(logits: jax.Array, targets: jax.Array, weights: jax.Array, z_loss: float) -> _Sums:
     logits = logits.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     # A masked sum and not a gather: it fuses with its neighbours, and where the vocabulary is split
     # over devices each looks at its own part instead of fetching the others'.
     nll = log_z - jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
-    nll_sum = _weighted_sum(nll, weights)
-    return nll_sum + z_loss * _weighted_sum(jnp.square(log_z), weights), nll_sum
+    return _weighted_sums(nll, log_z, weights, z_loss)
 
 
 def _sums_and_gradient(
     logits: jax.Array, targets: jax.Array, weights: jax.Array, z_loss: float
-) -> tuple[Sums, jax.Array]:
+) -> tuple[_Sums, jax.Array]:
     """`_sums`, and the gradient of the first one in the logits, in their type."""
     values = logits.astype(jnp.float32)
     log_z = jax.nn.logsumexp(values, axis=-1)
     is_target = _is_target(values, targets)
-    nll_sum = _weighted_sum(log_z - jnp.sum(jnp.where(is_target, values, 0.0), axis=-1), weights)
-    total = nll_sum + z_loss * _weighted_sum(jnp.square(log_z), weights)
+    nll = log_z - jnp.sum(jnp.where(is_target, values, 0.0), axis=-1)
+    sums = _weighted_sums(nll, log_z, weights, z_loss)
 
     # d log_z = softmax; d log_z² = 2 log_z softmax
     softmax = jnp.exp(values - log_z[..., None])
     gradient = softmax * (1.0 + 2.0 * z_loss * log_z)[..., None] - is_target
     gradient = jnp.where(weights[..., None] == 0, 0.0, gradient * weights[..., None])
-    return (total, nll_sum), gradient.astype(logits.dtype)
+    return sums, gradient.astype(logits.dtype)
 
 
 def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -237,10 +237,14 @@ def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return classes == targets[..., None]
 
 
-def _weighted_sum(losses: jax.Array, weights: jax.Array) -> jax.Array:
-    # A weight of 0 must silence an infinite loss too, which a product would turn into NaN.
-    return jnp.sum(jnp.where(weights == 0, 0.0, losses * weights))
+def _weighted_sums(nll: jax.Array, log_z: jax.Array, weights: jax.Array, z_loss: float) -> _Sums:
+    def weighted(losses: jax.Array) -> jax.Array:
+        # A weight of 0 must silence an infinite loss too, which a product would turn into NaN.
+        return jnp.sum(jnp.where(weights == 0, 0.0, losses * weights))
+
+    nll_sum, square_sum = weighted(nll), weighted(jnp.square(log_z))
+    return _Sums(nll_sum + z_loss * square_sum, nll_sum, square_sum)
 
 
-def _add(sums: Sums, shard_sums: Sums) -> Sums:
-    return sums[0] + jnp.sum(shard_sums[0]), sums[1] + jnp.sum(shard_sums[1])
+def _add(sums: _Sums, shard_sums: _Sums) -> _Sums:
+    return jax.tree.map(lambda total, terms: total + jnp.sum(terms), sums, shard_sums)

@@ -125,17 +125,22 @@ def check_mesh(
         batch = f"data.batch_size {batch_size}"
         if accumulate > 1:
             batch += f" / training.accumulate {accumulate} = {micro:g} rows"
+        width, heads, inner = model.hidden_size, model.num_heads, model.intermediate_size
         checks = [
             ("data*fsdp", rows, batch, micro),
-            ("fsdp", sizes["fsdp"], "model.hidden_size", model.hidden_size),
-            ("tensor", sizes["tensor"], "model.num_heads", model.num_heads),
-            ("tensor", sizes["tensor"], "model.intermediate_size", model.intermediate_size),
-            ("sequence", sizes["sequence"], "data.sequence_length", sequence_length),
+            ("fsdp", sizes["fsdp"], f"model.hidden_size {width}", width),
+            ("tensor", sizes["tensor"], f"model.num_heads {heads}", heads),
+            ("tensor", sizes["tensor"], f"model.intermediate_size {inner}", inner),
+            (
+                "sequence",
+                sizes["sequence"],
+                f"data.sequence_length {sequence_length}",
+                sequence_length,
+            ),
         ]
         return [
-            f"mesh axis {axis} = {size} does not divide {name}"
-            + ("" if str(value) in name or "=" in name else f" {value:g}")
-            for axis, size, name, value in checks
+            f"mesh axis {axis} = {size} does not divide {what}"
+            for axis, size, what, value in checks
             if value % size
         ]
 
