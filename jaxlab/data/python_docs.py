@@ -12,13 +12,13 @@ import ast
 import gc
 import hashlib
 import json
-import os
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jaxlab.data.model_source import cache_directory
 from jaxlab.errors import DataError
 
 _SKIPPED = {
@@ -34,8 +34,8 @@ def documents() -> list[tuple[str, str]]:
     """The corpus as `(name, text)` pairs in a fixed order; built once a Python version.
 
     The first call takes about three seconds and writes `python-docs-VERSION.jsonl` to the user's
-    cache directory (`$JAXLAB_CACHE`, else `$XDG_CACHE_HOME/jaxlab`, else `~/.cache/jaxlab`); later
-    ones read it. Where that can't be written, the corpus is built every time.
+    cache directory (`$JAXLAB_CACHE`, else `~/.cache/jaxlab`); later ones read it. Where that can't
+    be written, the corpus is built every time.
 
     Raises:
       DataError: this Python has no documentation to read (a stripped installation).
@@ -66,13 +66,6 @@ def is_validation(name: str, fraction: float) -> bool:
 def validation_order(names: Sequence[str]) -> list[int]:
     """Indices of `names` in the order of their hash, so that any prefix is a fair sample."""
     return sorted(range(len(names)), key=lambda index: _name_hash(names[index]))
-
-
-def cache_directory() -> Path:
-    """`$JAXLAB_CACHE`, else `$XDG_CACHE_HOME/jaxlab`, else `~/.cache/jaxlab`; may not exist."""
-    if directory := os.environ.get("JAXLAB_CACHE"):
-        return Path(directory).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxlab"
 
 
 def _name_hash(name: str) -> float:

@@ -270,12 +270,14 @@ def _hold_out(source: Source, split: Split, fraction: float) -> Source:
         if count < MIN_DOCUMENTS_TO_SPLIT and all(isinstance(source[i], str) for i in range(count)):
             return TextPart(source, fraction, split)
         hashes = _mixed(np.arange(count, dtype=np.uint64))
-        held_out = np.argsort(hashes, kind="stable")[
-            : min(max(1, round(fraction * count)), count - 1)
-        ]
+        size = min(max(1, round(fraction * count)), count - 1)
+        held_out = np.argpartition(hashes, size)[:size] if size else np.empty(0, np.int64)
+        held_out = held_out[np.argsort(hashes[held_out])]
     if split == "validation":
         return Selected(source, held_out)
-    return Selected(source, np.setdiff1d(np.arange(len(source)), held_out))
+    kept = np.ones(len(source), bool)
+    kept[held_out] = False
+    return Selected(source, np.flatnonzero(kept))
 
 
 def _mixed(index: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxlab.data.documents import Document, document_of
-from jaxlab.data.python_docs import cache_directory
+from jaxlab.data.model_source import cache_directory
 from jaxlab.errors import DataError, StorageError
 
 # A text file that names no document separator is one document up to this size; a larger one is cut

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlab.data import DataConfig, make_pipeline, render_row, unigram_entropy
+from jaxlab.data import DataConfig, make_pipeline, render_row, statistics, unigram_entropy
 from jaxlab.data.packing import row_origin
 from jaxlab.data.tokenizers import ByteTokenizer
 from jaxlab.errors import DataError
@@ -322,9 +322,17 @@ def test_unigram_entropy_of_python_docs():
     config = DataConfig(source="python-docs", sequence_length=256)
     entropy = unigram_entropy(config, ByteTokenizer())
     assert 3.0 < entropy < 3.6  # English text in bytes
-    part = unigram_entropy(config, ByteTokenizer(), max_train_documents=50, max_batches=3)
+    part = unigram_entropy(config, ByteTokenizer(), max_train_tokens=200_000, max_batches=3)
     assert part != entropy
     assert abs(part - entropy) < 0.5
+
+
+@given(st.integers(1, 300))
+def test_scattered_documents_are_all_the_documents(count):
+    order = list(statistics._scattered(count))
+    assert sorted(order) == list(range(count))
+    if count > 20:
+        assert max(np.diff(sorted(order[:10]))) < count / 3
 
 
 def test_unigram_entropy_needs_targets(tmp_path):
