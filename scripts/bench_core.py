@@ -4,10 +4,10 @@
     python scripts/bench_core.py --only decode       # one workload
     python scripts/bench_core.py --quick             # a tiny random model, seconds: a smoke test
 
-Each side of each workload is a process of its own, which loads the same Hugging Face directory, warms
-up (compiles), and then waits to be told to run; the sides take turns, so that both meet the same
-machine. Peak memory is the high-water mark of the process's resident set, loading included. Needs the
-extra `parity`.
+Each side of each workload is a process of its own, which loads the same Hugging Face directory,
+warms up (compiles), and then waits to be told to run; the sides take turns, so that both meet the
+same machine. Peak memory is the high-water mark of the process's resident set, loading included.
+Needs the extra `parity`.
 
 Workloads, all float32, greedy, batch 1 unless it says otherwise:
   decode     seconds between the first and the last of N new tokens after a prompt of P

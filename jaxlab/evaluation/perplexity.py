@@ -1,8 +1,8 @@
 """Perplexity: how surprised a model is by a text, per token.
 
 `text_perplexity` slides a window over one text, so that each token is predicted from at least
-`window - stride` tokens before it (as the Hugging Face guide to perplexity does); `perplexity` takes
-packed batches of a data set. Neither ever holds the logits of a whole batch.
+`window - stride` tokens before it (as the Hugging Face guide to perplexity does); `perplexity`
+takes packed batches of a data set. Neither ever holds the logits of a whole batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PerplexityResult(TypedDict):
 def perplexity(
     model: Model, data: DataConfig, *, max_batches: int | None = None
 ) -> PerplexityResult:
-    """Perplexity on the validation split of a data set, in packed rows that each see themselves only.
+    """Perplexity on the validation split of a data set, packed into rows of its sequence_length.
 
     Args:
       model: as `jaxlab.load` gives, with a tokenizer.
@@ -85,8 +85,8 @@ def text_perplexity(
       model: as `jaxlab.load` gives, with a tokenizer (whose BOS, if it adds one, is context only).
       text: at least two tokens long.
       window: tokens a prediction may look back on; default the model's context, at most 2,048.
-      stride: how far the window moves; default half of it. Smaller gives more context and costs more;
-        `window` cuts the text into pieces that know nothing of each other.
+      stride: how far the window moves; default half of it. Smaller gives more context and costs
+        more; `window` cuts the text into pieces that know nothing of each other.
       batch_size: windows at a time.
 
     Raises:
@@ -127,8 +127,8 @@ def sliding_windows(
       tokens: int32 `[N]`, N at least 2.
 
     Yields:
-      `tokens`, `targets` int32 and `loss_mask` float32, all `[batch_size, W]`, where W is `window`, or
-      less for a text that fits in less. Every batch has the same shape; what is missing is masked.
+      `tokens`, `targets` int32 and `loss_mask` float32, all `[batch_size, W]`, where W is `window`,
+      or less for a text that fits in less. All batches have one shape; what is missing is masked.
     """
     last = len(tokens) - 1
     width = min(window, 1 << (last - 1).bit_length())
