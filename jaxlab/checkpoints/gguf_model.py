@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from jaxlab.checkpoints.hf_config import MAX_LAYERS
 from jaxlab.data.gguf_file import GGUFFile
 from jaxlab.errors import ArchitectureError, CheckpointError
 from jaxlab.models.config import ModelConfig
@@ -26,18 +27,18 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
       CheckpointError: metadata is missing or impossible.
     """
     name = file.metadata.get("general.architecture")
-    if name not in _ARCHITECTURES:
+    if not isinstance(name, str) or name not in _ARCHITECTURES:
         raise ArchitectureError(
             f"architecture {name!r} of {file.path} is not implemented for GGUF; "
             f"supported: {', '.join(_ARCHITECTURES)}. A Hugging Face directory of the "
             "model may load"
         )
     keys = _Metadata(file, name)
-    heads = keys.number("attention.head_count")
-    hidden = keys.number("embedding_length")
+    heads = keys.count("attention.head_count")
+    hidden = keys.count("embedding_length")
     embedding = _tensor_shape(file, "token_embd.weight")
     head_dim = keys.number("attention.key_length", 0) or keys.number("rope.dimension_count", 0)
-    layers = keys.number("block_count")
+    layers = keys.count("block_count")
     fields: dict[str, Any] = {
         "architecture": _ARCHITECTURES[name],
         "vocab_size": embedding[0],
@@ -79,6 +80,17 @@ class _Metadata:
 
     def get(self, key: str) -> Any:
         return self._file.metadata.get(f"{self._prefix}.{key}")
+
+    def count(self, key: str) -> int:
+        """A whole number from 1."""
+        value = self.number(key)
+        limit = MAX_LAYERS if key == "block_count" else 2**31
+        if not isinstance(value, int) or not 1 <= value <= limit:
+            raise CheckpointError(
+                f"{self._file.path}: metadata {self._prefix}.{key} is {value!r}, which no model "
+                "has: the file is damaged, fetch it again"
+            )
+        return value
 
     def number(self, key: str, default: float | None = None) -> Any:
         value = self.get(key)
@@ -176,9 +188,10 @@ def _llama3_scaling(file: GGUFFile, fields: dict[str, Any]) -> dict[str, Any]:
     """
     divisors = np.asarray(file.tensor("rope_freqs.weight"), np.float64).reshape(-1)
     dim = 2 * divisors.size
-    turns = 1 / (fields["rope_theta"] ** (np.arange(0, dim, 2) / dim)) / (2 * np.pi)
+    with np.errstate(all="ignore"):
+        turns = fields["rope_theta"] ** -(np.arange(0, dim, 2) / dim) / (2 * np.pi)
     factor = float(divisors.max(initial=1.0))
-    if not np.isfinite(divisors).all() or factor <= 1.0:
+    if not np.isfinite([*divisors, *turns]).all() or factor <= 1.0:
         raise CheckpointError(f"{file.path}: tensor 'rope_freqs.weight' has impossible values")
     candidates = [(8192.0, 1.0, 4.0)]
     with np.errstate(all="ignore"):

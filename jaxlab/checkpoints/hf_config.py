@@ -50,6 +50,8 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILY_DEFAULTS)
+# Far beyond any real model: a damaged file must not make us build lists of billions.
+MAX_LAYERS = 10_000
 
 _CLASS_NAMES = {
     "llama": "LlamaForCausalLM",
@@ -94,27 +96,47 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
       CheckpointError: a required key is missing, or a value is impossible.
     """
     architecture = hf.get("model_type")
-    if architecture not in SUPPORTED_ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in SUPPORTED_ARCHITECTURES:
         raise ArchitectureError(
             f"architecture {architecture!r} (model_type in config.json) is not implemented; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     values = {**_FAMILY_DEFAULTS[architecture], **hf}
-    required = (
+    required = [
         "vocab_size",
         "hidden_size",
         "intermediate_size",
         "num_hidden_layers",
         "num_attention_heads",
-    )
+    ]
     missing = [key for key in required if not isinstance(values.get(key), int)]
     if missing:
         raise CheckpointError(
             f"config.json of a {architecture} model lacks {', '.join(missing)} (whole numbers): "
             "download config.json again, or add them"
         )
+    if values["num_hidden_layers"] > MAX_LAYERS:
+        raise CheckpointError(
+            f"config.json asks for {values['num_hidden_layers']} layers (at most {MAX_LAYERS}): "
+            "the file is damaged, fetch it again"
+        )
+    try:
+        return ModelConfig.model_validate(_fields(architecture, values))
+    except ValidationError as error:
+        raise CheckpointError(
+            f"config.json does not describe a possible {architecture} model: {_reasons(error)}"
+        ) from error
+    except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:
+        # Arithmetic on values of the wrong type or zero, before the model could check them.
+        raise CheckpointError(
+            f"config.json holds a value that no {architecture} model can have ({error}): "
+            "fetch the file again"
+        ) from error
+
+
+def _fields(architecture: str, values: dict[str, Any]) -> dict[str, Any]:
     rope = _rope_parameters(values)
-    fields = {
+    return {
         "architecture": architecture,
         "vocab_size": values["vocab_size"],
         "hidden_size": values["hidden_size"],
@@ -134,12 +156,6 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         "eos_token_id": _ids(values.get("eos_token_id")),
         "pad_token_id": _single_id(values.get("pad_token_id")),
     } | _family_fields(architecture, values, rope)
-    try:
-        return ModelConfig.model_validate(fields)
-    except ValidationError as error:
-        raise CheckpointError(
-            f"config.json does not describe a possible {architecture} model: {_reasons(error)}"
-        ) from error
 
 
 def _family_fields(

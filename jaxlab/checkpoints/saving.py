@@ -6,6 +6,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -64,9 +65,10 @@ def save_pretrained(
 
     Everything is written to a directory beside the target, flushed to the disk, and then takes the
     target's place in one step: an interrupted or failed save leaves the old directory as it was.
-    Files in the old directory that are not part of a model are kept. Parameters are gathered to the
-    host one layer of one parameter at a time. With several processes, all must call this; the first
-    one writes.
+    (Into the current directory or a mount point, which cannot be exchanged, the finished files move
+    one by one.) Files in the old directory that are not part of a model are kept. Parameters are
+    gathered to the host one layer of one parameter at a time. With several processes, all must call
+    this; the first one writes.
 
     Args:
       directory: the target, made if it does not exist.
@@ -81,7 +83,7 @@ def save_pretrained(
       CheckpointError: `params` do not have the shapes of `config`.
       StorageError: the disk is full, or the directory cannot be written.
     """
-    directory = Path(directory).absolute()
+    directory = Path(directory).resolve()  # a symbolic link stays, its target is exchanged
     layout = hf_layout(config)
     _check_params(params, layout, config)
     stored_dtype = jnp.dtype(dtype or params["embed"]["embedding"].dtype)
@@ -94,11 +96,8 @@ def save_pretrained(
     try:
         if writer:
             with _storage_errors(directory):
-                directory.parent.mkdir(parents=True, exist_ok=True)
-                _check_space(directory.parent, tensors, stored_dtype)
-                staging = Path(
-                    tempfile.mkdtemp(prefix=f".{directory.name}.saving-", dir=directory.parent)
-                )
+                staging = _staging(directory)
+                _check_space(staging, tensors, stored_dtype)
                 _write_weights(staging, tensors, values, stored_dtype, max_shard_bytes)
                 _write_json(staging / "config.json", hf_config)
                 _write_json(staging / "generation_config.json", _generation_config(config))
@@ -108,9 +107,10 @@ def save_pretrained(
     except Exception as error:
         failure = error
     finally:
-        # Gathering is collective: the other processes wait for this one even if it cannot write.
-        for _ in values:
-            pass
+        if jax.process_count() > 1:
+            # Gathering is collective: the others wait for this process even if it cannot write.
+            for _ in values:
+                pass
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
     _agree(failure, directory)
@@ -273,6 +273,24 @@ def _generation_config(config: ModelConfig) -> dict[str, Any]:
     return {key: value for key, value in ids.items() if value is not None}
 
 
+def _staging(directory: Path) -> Path:
+    """A fresh directory to write to, on the disk of `directory`; tidies up after killed saves."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{directory.name}.saving-"
+    parent = directory if _stays(directory) else directory.parent
+    for stale in parent.glob(prefix + "*"):
+        if directory.is_dir():
+            # Killed between the exchange and moving over the user's files, which are still in here.
+            _keep_foreign_files(old=stale, new=directory)
+            shutil.rmtree(stale, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+
+
+def _stays(directory: Path) -> bool:
+    """Whether `directory` cannot be exchanged: a mount point, or where this process works."""
+    return directory.is_dir() and (directory.is_mount() or Path.cwd().is_relative_to(directory))
+
+
 def _check_space(parent: Path, tensors: list[_Tensor], dtype: np.dtype) -> None:
     """Find out before writing gigabytes."""
     needed = sum(_size(tensor, dtype) for tensor in tensors)
@@ -287,7 +305,13 @@ def _check_space(parent: Path, tensors: list[_Tensor], dtype: np.dtype) -> None:
 def _storage_errors(directory: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except Exception as error:
+        if not isinstance(error, OSError):
+            # The tokenizers library raises bare Exception("No space left on device (os error 28)").
+            code = re.search(r"\(os error (\d+)\)", str(error))
+            if code is None:
+                raise
+            error = OSError(int(code[1]), os.strerror(int(code[1])))
         remedy = {
             errno.ENOSPC: "free some space, or save to another disk",
             errno.EDQUOT: "free some of your quota, or save to another disk",
@@ -307,12 +331,25 @@ def _publish(staging: Path, directory: Path) -> None:
             _sync(entry)
     _sync(staging)
     staging.chmod(0o755 & ~_umask())
-    if directory.exists():
+    if _stays(directory):
+        _replace_files(staging, directory)
+    elif directory.exists():
         _exchange(staging, directory)
         _keep_foreign_files(old=staging, new=directory)
     else:
         staging.rename(directory)
     _sync(directory.parent)
+
+
+def _replace_files(staging: Path, directory: Path) -> None:
+    """Move every file over, then delete those of the old model that the new one does not have."""
+    new = {entry.name for entry in staging.iterdir()}
+    for entry in staging.iterdir():
+        entry.replace(directory / entry.name)
+    for entry in directory.iterdir():
+        if _is_model_file(entry) and entry.name not in new:
+            entry.unlink()
+    _sync(directory)
 
 
 def _sync(path: Path) -> None:
@@ -349,13 +386,17 @@ def _exchange(a: Path, b: Path) -> None:
 def _keep_foreign_files(old: Path, new: Path) -> None:
     """Move over what the user keeps beside the model: logs, notes, a README."""
     for entry in old.iterdir():
-        is_model = (
-            entry.name in _MODEL_FILES
-            or entry.name.startswith(("tokenizer", "chat_template"))
-            or (entry.name.startswith("model") and entry.suffix == ".safetensors")
-        )
-        if not is_model and not (new / entry.name).exists():
+        if not _is_model_file(entry) and not (new / entry.name).exists():
             entry.rename(new / entry.name)
+
+
+def _is_model_file(path: Path) -> bool:
+    name = path.name
+    return (
+        name in _MODEL_FILES
+        or name.startswith(("tokenizer", "chat_template"))
+        or (name.startswith("model") and path.suffix == ".safetensors")
+    )
 
 
 def _agree(failure: Exception | None, directory: Path) -> None:

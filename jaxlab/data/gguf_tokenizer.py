@@ -61,28 +61,29 @@ def tokenizer_from_gguf(file: GGUFFile) -> PreTrainedTokenizerFast:
             "give the model's Hugging Face tokenizer instead"
         )
     builders = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
-    if kind not in builders:
+    if not isinstance(kind, str) or kind not in builders:
         raise TokenizerError(
             f"{file.path}: tokenizers of kind {kind!r} are not implemented for GGUF "
             f"(supported: {', '.join(builders)}): give the model's Hugging Face tokenizer instead"
         )
+    roles = _special_roles(file, tokens)
     try:
         tokenizer, add_bos = builders[kind](metadata, tokens)
-    except TokenizerError:
-        raise
+        _add_special_tokens(tokenizer, metadata, tokens)
+        _add_template(tokenizer, metadata, roles, tokens, add_bos)
+    except TokenizerError as error:
+        raise TokenizerError(f"{file.path}: {error}") from error
     except Exception as error:  # the Rust library raises bare Exception
         raise TokenizerError(
             f"{file.path}: its tokenizer is inconsistent ({error}): convert the model again"
         ) from error
-    _add_special_tokens(tokenizer, metadata, tokens)
-    roles = _special_roles(file, tokens)
-    _add_template(tokenizer, metadata, roles, tokens, add_bos)
 
     from transformers import PreTrainedTokenizerFast
 
+    template = metadata.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=template if isinstance(template, str) else None,
         clean_up_tokenization_spaces=False,
         model_max_length=_context(metadata),
         **roles,

@@ -1,12 +1,15 @@
 """config.json in its many spellings."""
 
+import contextlib
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_models import FAMILIES, tiny_config
 
 from jaxlab.checkpoints import config_from_hf, config_to_hf
-from jaxlab.errors import ArchitectureError, CheckpointError
+from jaxlab.errors import ArchitectureError, CheckpointError, JaxlabError
 from jaxlab.models import ModelConfig
 
 LLAMA = {
@@ -144,6 +147,30 @@ def test_impossible_values_are_refused():
         config_from_hf(LLAMA | {"num_key_value_heads": 3})
     with pytest.raises(CheckpointError, match=r"rope_scaling.factor"):
         config_from_hf(LLAMA | {"rope_scaling": {"type": "linear"}})
+
+
+JUNK = st.none() | st.integers() | st.floats() | st.text() | st.lists(st.integers(), max_size=3)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    family=st.sampled_from(FAMILIES),
+    key=st.integers(0, 40),
+    nested=st.booleans(),
+    junk=JUNK | st.dictionaries(st.sampled_from(["factor", "rope_type", "type"]), JUNK),
+)
+def test_junk_in_a_config_never_escapes(family, key, nested, junk):
+    scaling = {"type": "yarn", "factor": 4.0, **TRAINED}
+    hf = config_to_hf(tiny_config(family, rope_scaling=scaling))
+    place = hf["rope_scaling"] if nested else hf
+    place[list(place)[key % len(place)]] = junk
+    with contextlib.suppress(JaxlabError):
+        config_from_hf(hf)
+
+
+def test_absurd_depth_is_refused():
+    with pytest.raises(CheckpointError, match="2147483647 layers"):
+        config_from_hf(LLAMA | {"model_type": "gemma2", "num_hidden_layers": 2**31 - 1})
 
 
 def test_saving_refuses_what_the_architecture_cannot_say():

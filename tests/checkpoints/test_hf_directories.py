@@ -3,8 +3,11 @@
 import errno
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -200,6 +203,158 @@ def test_a_directory_that_cannot_be_exchanged_in_one_step(tmp_path, monkeypatch)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_saving_into_the_current_directory(tmp_path, monkeypatch):
+    """It stays the same directory, so that the shell that is in it is not left nowhere."""
+    config = tiny_config("llama", vocab_size=259)
+    target = tmp_path / "model"
+    save_pretrained(target, random_params(config), config, ByteTokenizer(), max_shard_bytes=50_000)
+    (target / "notes.txt").write_text("mine")
+    monkeypatch.chdir(target)
+    params = random_params(config, seed=1)
+    save_pretrained(".", params, config)
+    assert sorted(path.name for path in Path().iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "notes.txt",
+    ]
+    assert_same_trees(load_params(".", config), params)
+    monkeypatch.setattr(saving.json, "dump", raise_full)
+    with pytest.raises(StorageError):
+        save_pretrained(".", random_params(config), config)
+    assert_same_trees(load_params(".", config), params)
+    assert len(list(Path().iterdir())) == 4
+
+
+def test_a_symbolic_link_stays_one(tmp_path):
+    config = tiny_config("llama")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    save_pretrained(tmp_path / "link", random_params(config), config)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "config.json").is_file()
+
+
+def test_what_a_killed_save_left_behind_is_tidied_up(tmp_path):
+    config = tiny_config("llama")
+    target = tmp_path / "model"
+    save_pretrained(target, random_params(config), config)
+    stale = tmp_path / ".model.saving-killed"
+    stale.mkdir()
+    (stale / "model.safetensors").write_bytes(b"half")
+    (stale / "notes.txt").write_text("mine")  # killed after the exchange
+    save_pretrained(target, random_params(config), config)
+    assert not stale.exists()
+    assert (target / "notes.txt").read_text() == "mine"
+
+
+SAVE_FOREVER = """
+import sys
+from tiny_models import random_params, tiny_config
+from jaxlab.checkpoints import save_pretrained
+
+config = tiny_config("llama", vocab_size=4096)
+models = [random_params(config, seed=seed) for seed in (0, 1)]
+save_pretrained(sys.argv[1], models[0], config)
+print("ready", flush=True)
+while True:
+    for params in models:
+        save_pretrained(sys.argv[1], params, config, max_shard_bytes=300_000)
+"""
+
+
+def test_killing_a_save_leaves_one_whole_model(tmp_path):
+    config = tiny_config("llama", vocab_size=4096)
+    models = [random_params(config, seed=seed) for seed in (0, 1)]
+    for delay in (0.01, 0.13, 0.37):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVE_FOREVER, str(tmp_path / "model")],
+            stdout=subprocess.PIPE,
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        )
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        loaded = load_params(tmp_path / "model", config)
+        seed = 0 if (loaded["embed"]["embedding"] == models[0]["embed"]["embedding"]).all() else 1
+        assert_same_trees(loaded, models[seed])
+
+
+SAVE_TOGETHER = """
+import sys
+import numpy as np
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tiny_models import random_params, tiny_config
+from jaxlab.checkpoints import load_params, save_pretrained
+from jaxlab.errors import StorageError
+
+address, index, source, target, unwritable = sys.argv[1:]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(address, 2, int(index))
+config = tiny_config("gpt_neox")
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("fsdp", "tensor"))
+shardings = jax.tree.map(
+    lambda x: NamedSharding(mesh, PartitionSpec(*[None] * (x.ndim - 1), "fsdp")),
+    random_params(config),
+)
+params = load_params(source, config, shardings=shardings)
+assert not params["embed"]["embedding"].is_fully_addressable
+save_pretrained(target, params, config)
+try:
+    save_pretrained(unwritable, params, config)
+except StorageError as error:
+    print(error)
+"""
+
+
+def test_two_processes_save_one_model(tmp_path):
+    """Each holds half of every parameter; a failure of the one that writes reaches both."""
+    config = tiny_config("gpt_neox")
+    save_pretrained(tmp_path / "source", random_params(config), config)
+    (tmp_path / "file").write_text("")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    paths = [str(tmp_path / name) for name in ("source", "target", "file/model")]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SAVE_TOGETHER, address, str(index), *paths],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for index in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "cannot save to" in outputs[0][0]
+    assert "the first process could not save" in outputs[1][0]
+    assert (tmp_path / "source/model.safetensors").read_bytes() == (
+        tmp_path / "target/model.safetensors"
+    ).read_bytes()
+
+
+def raise_full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def raise_full_like_rust(*args, **kwargs):
+    raise Exception("No space left on device (os error 28)")
+
+
 @pytest.mark.parametrize("moment", ["beforehand", "weights", "config", "tokenizer"])
 def test_a_full_disk_leaves_the_old_model_intact(moment, tmp_path, monkeypatch):
     config = tiny_config("llama", vocab_size=259)
@@ -208,19 +363,16 @@ def test_a_full_disk_leaves_the_old_model_intact(moment, tmp_path, monkeypatch):
     save_pretrained(target, params, config, ByteTokenizer())
     before = {path.name: path.read_bytes() for path in target.iterdir()}
 
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     tokenizer = ByteTokenizer()
     if moment == "beforehand":
         usage = saving.shutil.disk_usage(tmp_path)._replace(free=1000)
         monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: usage)
     elif moment == "weights":
-        monkeypatch.setattr(saving.os, "fsync", full)
+        monkeypatch.setattr(saving.os, "fsync", raise_full)
     elif moment == "config":
-        monkeypatch.setattr(saving.json, "dump", full)
+        monkeypatch.setattr(saving.json, "dump", raise_full)
     else:
-        monkeypatch.setattr(tokenizer, "save_pretrained", full)
+        monkeypatch.setattr(tokenizer, "save_pretrained", raise_full_like_rust)
     with pytest.raises(StorageError, match=r"cannot save to .*model.*intact.*free some space"):
         save_pretrained(target, random_params(config, seed=1), config, tokenizer)
     monkeypatch.undo()
