@@ -1,15 +1,14 @@
-"""Attention in plain XLA operations: blocked over queries and keys, fast on CPU, correct everywhere.
+"""Attention in plain XLA operations: blocked, fast on CPU, correct everywhere.
 
-Three ways through, chosen by shape alone:
+Two ways through, chosen by shape alone:
 
 * *narrow*: few queries (decoding). One product with the whole cache, read in the layout it has.
-* *dense*: short sequences (up to `DENSE_LOGITS` logits). One block, no loop.
 * *blocked*: the rest. Flash attention (Dao et al., 2022, arXiv:2205.14135): a loop over blocks of
   queries, inside it a loop over the blocks of keys they see, with running float32 softmax
   statistics. Blocks outside the causal triangle, the window, the lengths, or the segments are not
   in the loop's range, so they cost nothing, whether the offsets are known when tracing or not.
 
-The backward pass recomputes the probabilities from the saved log-sum-exp.
+The backward pass is blocked and recomputes the probabilities from the saved log-sum-exp.
 """
 
 import functools
@@ -38,11 +37,12 @@ class Bounds(NamedTuple):
     kv_segment_ids: jax.Array | None = None
 
 
-# Measured on a 2-core x86-64 CPU by scripts/bench_attention.py.
-QUERY_BLOCK = 256
-KEY_BLOCK = 256
-DENSE_LOGITS = 2**22  # 16 MiB of float32
-NARROW_ROWS = 64  # queries x heads
+# Measured on a 2-core x86-64 CPU with 1 MiB of L2 cache a core, by scripts/bench_attention.py: the
+# largest block whose logits, over batch and heads, number at most this; not above or below these.
+BLOCK_LOGITS = 2**20
+BLOCK_SIZES = (512, 256, 128)
+NARROW_ROWS = 64  # queries x heads up to which the narrow way is taken
+NARROW_CHUNK = 512  # keys it reads at a time
 
 
 def attention_xla(q: jax.Array, k: jax.Array, v: jax.Array, spec: Spec, bounds: Bounds):
@@ -62,45 +62,25 @@ def _attention_fwd(q, k, v, bounds, spec):
 
 def _attention_bwd(spec, saved, d_out):
     q, k, v, bounds, out, logsumexp = saved
-    backward = _dense_backward if _fits_dense(q, k) else _blocked_backward
-    dq, dk, dv = backward(q, k, v, bounds, spec, out, logsumexp, d_out)
+    dq, dk, dv = _blocked_backward(q, k, v, bounds, spec, out, logsumexp, d_out)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _fits_dense(q, k):
-    batch, num_queries, num_heads, _ = q.shape
-    return batch * num_heads * num_queries * k.shape[1] <= DENSE_LOGITS
-
-
 def _forward(q, k, v, bounds, spec):
     """Output `[B,T,H,Dv]` and the logits' log-sum-exp, float32 `[B,Hk,G,T]` (+inf: saw nothing)."""
     if q.shape[1] * q.shape[2] <= NARROW_ROWS:
         return _narrow_forward(q, k, v, bounds, spec)
-    if _fits_dense(q, k):
-        return _dense_forward(q, k, v, bounds, spec)
     return _blocked_forward(q, k, v, bounds, spec)
 
 
-# -- pieces shared by the three ways ---------------------------------------------------------------
+# -- pieces shared by both ways -------------------------------------------------------------------
 
 
 def _dot(equation, a, b):
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
-
-
-def _grouped(x, num_kv_heads):
-    """`[B,T,H,D]` to `[B,Hk,G,T,D]`: the query heads of one key head side by side."""
-    batch, time, heads, dim = x.shape
-    return x.reshape(batch, time, num_kv_heads, heads // num_kv_heads, dim).transpose(0, 2, 3, 1, 4)
-
-
-def _ungrouped(x):
-    """Inverse of `_grouped`."""
-    batch, kv_heads, group, time, dim = x.shape
-    return x.transpose(0, 3, 1, 2, 4).reshape(batch, time, kv_heads * group, dim)
 
 
 def _capped(logits, spec):
@@ -157,6 +137,8 @@ def _narrow_forward(q, k, v, bounds, spec):
     Instead the queries are laid out block-diagonally, `[T·H, Hk·D]` with zeros outside each query
     head's own key head: one plain matrix product, bound by reading the cache once. The Hk-fold
     extra multiplications are free at that intensity.
+
+    A cache longer than two chunks is read chunk by chunk, and only as far as any row sees.
     """
     batch, num_queries, num_heads, head_dim = q.shape
     num_keys, num_kv_heads = k.shape[1:3]
@@ -166,77 +148,72 @@ def _narrow_forward(q, k, v, bounds, spec):
         batch, num_queries, num_kv_heads, group, 1, head_dim
     ) * own[:, None, :, None]
     wide = wide.reshape(batch, num_queries * num_heads, num_kv_heads * head_dim)
-    logits = _dot("brd,bsd->brs", wide, k.reshape(batch, num_keys, -1)).reshape(
-        batch, num_queries, num_heads, num_keys
-    )
-    logits = _capped(logits, spec)
-    seen = _seen(
-        spec,
-        bounds,
-        jnp.arange(num_queries),
-        jnp.arange(num_keys),
-        bounds.segment_ids,
-        bounds.kv_segment_ids,
-    )
-    if seen is not None:
-        logits = jnp.where(seen[:, :, None], logits, -jnp.inf)
-    maximum = _safe(logits.max(-1, keepdims=True))
-    weights = jnp.exp(logits - maximum)
-    total = weights.sum(-1, keepdims=True)
-    mixed = _dot(
-        "brs,bsd->brd",
-        weights.reshape(batch, -1, num_keys).astype(v.dtype),
-        v.reshape(batch, num_keys, -1),
-    ).reshape(batch, num_queries, num_kv_heads, group, num_kv_heads, v.shape[-1])
-    out = jnp.einsum("btkgkd->btkgd", mixed).reshape(batch, num_queries, num_heads, v.shape[-1])
-    out = (out * _reciprocal(total)).astype(q.dtype)
-    logsumexp = _log_sum_exp(maximum, total)[..., 0].reshape(batch, num_queries, num_kv_heads, group)
-    return out, logsumexp.transpose(0, 2, 3, 1)
+    keys, values = k.reshape(batch, num_keys, -1), v.reshape(batch, num_keys, -1)
+    chunk = NARROW_CHUNK if num_keys > 2 * NARROW_CHUNK else num_keys
+
+    def read_chunk(j, carry):
+        # The last chunk may overlap the one before: what that one has seen is masked.
+        start = jnp.minimum(j * chunk, num_keys - chunk)
+
+        def part(x):
+            if x is None or chunk == num_keys:
+                return x
+            return jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
+
+        key_index = start + jnp.arange(chunk)
+        logits = _capped(_dot("brd,bsd->brs", wide, part(keys)), spec)
+        seen = _seen(
+            spec,
+            bounds,
+            jnp.arange(num_queries),
+            key_index,
+            bounds.segment_ids,
+            part(bounds.kv_segment_ids),
+        )
+        if num_keys % chunk:
+            new = (key_index >= j * chunk)[None, None]
+            seen = new if seen is None else seen & new
+        if seen is not None:
+            logits = jnp.where(
+                seen[:, :, None], logits.reshape(batch, num_queries, num_heads, chunk), -jnp.inf
+            ).reshape(logits.shape)
+        new_maximum = logits.max(-1, keepdims=True)
+        if carry is not None:
+            new_maximum = jnp.maximum(new_maximum, carry[1])
+        safe = _safe(new_maximum)
+        weights = jnp.exp(logits - safe)
+        total = weights.sum(-1, keepdims=True)
+        mixed = _dot("brs,bsd->brd", weights.astype(v.dtype), part(values))
+        if carry is not None:
+            shrink = jnp.exp(carry[1] - safe)
+            mixed, total = mixed + carry[0] * shrink, total + carry[2] * shrink
+        return mixed, new_maximum, total
+
+    if chunk == num_keys:
+        mixed, maximum, total = read_chunk(0, None)
+    else:
+        blocks = Blocks(num_queries, chunk, 1, -(-num_keys // chunk))
+        q_segments = _segment_blocks(bounds.segment_ids, num_queries, 1)
+        kv_segments = _segment_blocks(bounds.kv_segment_ids, chunk, blocks.num_keys)
+        ranges = _key_ranges(blocks, num_keys, bounds, spec, q_segments, kv_segments)
+        rows = wide.shape[:2]
+        start = (
+            jnp.zeros((*rows, values.shape[-1]), jnp.float32),
+            jnp.full((*rows, 1), -jnp.inf, jnp.float32),
+            jnp.zeros((*rows, 1), jnp.float32),
+        )
+        mixed, maximum, total = jax.lax.fori_loop(
+            ranges.first[0], ranges.last[0], read_chunk, start
+        )
+
+    out = mixed * _reciprocal(total)
+    out = out.reshape(batch, num_queries, num_kv_heads, group, num_kv_heads, v.shape[-1])
+    out = jnp.einsum("btkgkd->btkgd", out).reshape(batch, num_queries, num_heads, v.shape[-1])
+    logsumexp = _log_sum_exp(maximum, total).reshape(batch, num_queries, num_kv_heads, group)
+    return out.astype(q.dtype), logsumexp.transpose(0, 2, 3, 1)
 
 
-# -- dense: short sequences ------------------------------------------------------------------------
-
-
-def _dense_logits(q, k, bounds, spec):
-    """Capped and masked logits `[B,Hk,G,T,S]` of scaled, grouped q and k `[B,Hk,S,D]`."""
-    logits = _capped(_dot("bkgtd,bksd->bkgts", q, k), spec)
-    seen = _seen(
-        spec,
-        bounds,
-        jnp.arange(q.shape[3]),
-        jnp.arange(k.shape[2]),
-        bounds.segment_ids,
-        bounds.kv_segment_ids,
-    )
-    return logits if seen is None else jnp.where(seen[:, None, None], logits, -jnp.inf)
-
-
-def _dense_forward(q, k, v, bounds, spec):
-    grouped = _grouped(q * jnp.asarray(spec.scale, q.dtype), k.shape[2])
-    logits = _dense_logits(grouped, k.transpose(0, 2, 1, 3), bounds, spec)
-    maximum = _safe(logits.max(-1, keepdims=True))
-    weights = jnp.exp(logits - maximum)
-    total = weights.sum(-1, keepdims=True)
-    out = _dot("bkgts,bksd->bkgtd", weights.astype(v.dtype), v.transpose(0, 2, 1, 3))
-    out = _ungrouped(out * _reciprocal(total)).astype(q.dtype)
-    return out, _log_sum_exp(maximum, total)[..., 0]
-
-
-def _dense_backward(q, k, v, bounds, spec, out, logsumexp, d_out):
-    num_kv_heads = k.shape[2]
-    scaled = _grouped(q * jnp.asarray(spec.scale, q.dtype), num_kv_heads)
-    keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    d_out_grouped = _grouped(d_out, num_kv_heads)
-    delta = _delta(out, d_out, num_kv_heads)
-
-    logits = _dense_logits(scaled, keys, bounds, spec)
-    weights = jnp.exp(logits - logsumexp[..., None])
-    d_weights = _dot("bkgtd,bksd->bkgts", d_out_grouped, values)
-    d_logits = _d_logits(weights, d_weights, delta[..., None], logits, spec)
-    dv = _dot("bkgts,bkgtd->bksd", weights.astype(v.dtype), d_out_grouped)
-    dk = _dot("bkgts,bkgtd->bksd", d_logits.astype(q.dtype), scaled)
-    dq = _dot("bkgts,bksd->bkgtd", d_logits.astype(k.dtype), keys) * spec.scale
-    return _ungrouped(dq), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+# -- blocked: everything longer -------------------------------------------------------------------
 
 
 def _delta(out, d_out, num_kv_heads):
@@ -256,9 +233,6 @@ def _d_logits(weights, d_weights, delta, logits, spec):
     return d_logits
 
 
-# -- blocked: long sequences -----------------------------------------------------------------------
-
-
 class Blocks(NamedTuple):
     """How `[T, S]` is cut: `num_queries x num_keys` blocks of `query_size x key_size`."""
 
@@ -268,10 +242,13 @@ class Blocks(NamedTuple):
     num_keys: int
 
 
-def _cut(num_queries, num_keys):
-    query_size = min(QUERY_BLOCK, num_queries)
-    key_size = min(KEY_BLOCK, num_keys)
-    return Blocks(query_size, key_size, -(-num_queries // query_size), -(-num_keys // key_size))
+def _cut(q, k):
+    batch, num_queries, num_heads, _ = q.shape
+    size = next(
+        (n for n in BLOCK_SIZES if batch * num_heads * n * n <= BLOCK_LOGITS), BLOCK_SIZES[-1]
+    )
+    query_size, key_size = min(size, num_queries), min(size, k.shape[1])
+    return Blocks(query_size, key_size, -(-num_queries // query_size), -(-k.shape[1] // key_size))
 
 
 def _pad(x, axis, length):
@@ -324,7 +301,7 @@ def _segment_blocks(ids, size, count):
 class Ranges(NamedTuple):
     """For each block of queries, four ascending bounds on key blocks, int32 `[nq]` each.
 
-    The block sees nothing outside `[first, last)`; inside it, everything in `[full_first, full_last)`.
+    The block sees nothing outside `[first, last)`; inside it, all in `[full_first, full_last)`.
     """
 
     first: jax.Array
@@ -403,7 +380,7 @@ def _blocked_forward(q, k, v, bounds, spec):
     batch, num_queries, num_heads, _ = q.shape
     num_keys, num_kv_heads = k.shape[1:3]
     group = num_heads // num_kv_heads
-    blocks = _cut(num_queries, num_keys)
+    blocks = _cut(q, k)
     rows = (batch, num_kv_heads, group * blocks.query_size)
     queries = _query_blocks(q * jnp.asarray(spec.scale, q.dtype), num_kv_heads, blocks)
     # Transposed once here, not once a block inside the loop.
@@ -458,7 +435,7 @@ def _blocked_backward(q, k, v, bounds, spec, out, logsumexp, d_out):
     batch, num_queries, num_heads, _ = q.shape
     num_keys, num_kv_heads = k.shape[1:3]
     group = num_heads // num_kv_heads
-    blocks = _cut(num_queries, num_keys)
+    blocks = _cut(q, k)
     queries = _query_blocks(q * jnp.asarray(spec.scale, q.dtype), num_kv_heads, blocks)
     keys, values = _key_blocks(k, blocks), _key_blocks(v, blocks)
     keys_t = keys.swapaxes(-1, -2)
