@@ -28,8 +28,9 @@ state() {
 }
 
 create() {
-  local options=(--node-id "$NAME" --accelerator-type "$TPU_TYPE"
-    --runtime-version "$(runtime_version)")
+  local image options
+  image=$(runtime_version) || exit 2
+  options=(--node-id "$NAME" --accelerator-type "$TPU_TYPE" --runtime-version "$image")
   case $PROVISIONING in
     spot) options+=(--spot) ;;
     reserved) options+=(--reserved) ;;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -164,10 +165,12 @@ def load_model(source: str, settings: list[str] | None) -> Any:
         if not separator:
             raise typer.BadParameter(f"{setting!r} is not KEY=VALUE", param_hint="--set")
         overrides[key] = yaml.safe_load(value)
+    # A finished run keeps its model below its output directory.
+    trained = Path(source) / "model"
+    if (trained / "config.json").is_file():
+        source = str(trained)
     console = stderr()
-    if not console.is_terminal:
-        return jaxlab.load(source, **overrides)
-    with console.status(f"loading {source}"):
+    with console.status(f"loading {source}") if console.is_terminal else nullcontext():
         return jaxlab.load(source, **overrides)
 
 

@@ -60,10 +60,7 @@ def train(
     finally:
         reporter.close()
     if result.interrupted:
-        stderr().print(
-            f"stopped after step {result.step} and saved; the same command resumes", markup=False
-        )
-        raise typer.Exit(130)
+        raise typer.Exit(128 + result.stopped_by)  # as a shell reports a signal
     _show_result(experiment, result)
 
 

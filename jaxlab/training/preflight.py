@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding
 
-from jaxlab.checkpoints import read_config, resolve
 from jaxlab.data.tokenizers import load_tokenizer
 from jaxlab.errors import ConfigError, JaxlabError, MeshError
 from jaxlab.models import ModelConfig, Transformer, abstract_params, init_cache
@@ -70,18 +69,16 @@ class Plan:
 
     @classmethod
     def of(cls, config: ExperimentConfig) -> Plan:
-        """The plan of an experiment. Reads a model's description and tokenizer, never its weights.
+        """The plan of an experiment; builds no parameters.
 
         Raises:
           CheckpointError: the model's source is missing or cannot be fetched.
         """
-        base = vocab_size = None
-        if config.model.source is not None:
-            base = read_config(resolve(config.model.source, weights=False))
-        elif config.model.vocab_size is None:
+        vocab_size = None
+        if config.model.source is None and config.model.vocab_size is None:
             vocab_size = load_tokenizer(config.tokenizer_source).vocab_size
         return cls(
-            model=model_config(config.model, base=base, vocab_size=vocab_size),
+            model=model_config(config.model, vocab_size=vocab_size),
             mesh=config.mesh,
             batch_size=config.data.batch_size,
             sequence_length=config.data.sequence_length,
