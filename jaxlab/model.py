@@ -9,7 +9,7 @@ them as an argument, so they go through `jax.jit`, `jax.grad` and `jax.vmap` as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,11 +126,20 @@ class Model:
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            stop=stop or (),  # type: ignore[arg-type]  # it makes a tuple of any of these
             seed=seed,
             **sampling,
         )
         return [generation.text for generation in self.generator.generate(prompts, params)]
+
+    def stream(self, prompt: Prompt, **sampling: Any) -> Iterator[str]:
+        """Continue one prompt, yielding its text in pieces as they become certain.
+
+        `sampling`: fields of `jaxlab.inference.SamplingParams`.
+        """
+        from jaxlab.inference import SamplingParams
+
+        return self.generator.stream(prompt, SamplingParams(**sampling))
 
     @cached_property
     def generator(self) -> Generator:

@@ -96,7 +96,9 @@ class ModelConfig(_Frozen):
     attention_softcap: float | None = Field(default=None, gt=0)
     final_softcap: float | None = Field(default=None, gt=0)
     embedding_scale: float = 1.0
-    sliding_window: int | None = Field(default=None, gt=0, description="Tokens, the query included.")
+    sliding_window: int | None = Field(
+        default=None, gt=0, description="Tokens, the query included."
+    )
     layer_types: tuple[LayerType, ...] | None = None
     tie_word_embeddings: bool = False
 

@@ -152,9 +152,7 @@ def test_rows_of_different_lengths_equal_each_row_alone(model):
         steps.append(logits[:, 0])
     for row, n in enumerate(lengths):
         alone = apply(params, tokens[row : row + 1, : n + 3])[0, n:]
-        np.testing.assert_allclose(
-            jnp.stack([step[row] for step in steps]), alone, atol=TOLERANCE
-        )
+        np.testing.assert_allclose(jnp.stack([step[row] for step in steps]), alone, atol=TOLERANCE)
 
 
 REWIND_MODULE = Transformer(CONFIGS["three_groups"])

@@ -40,7 +40,10 @@ class Attention(nn.Module):
         Without `slots` the text attends to itself; with it, to what each row already holds too.
         """
         config = self.config
-        heads, kv_heads = (config.num_heads, config.head_dim), (config.num_kv_heads, config.head_dim)
+        heads, kv_heads = (
+            (config.num_heads, config.head_dim),
+            (config.num_kv_heads, config.head_dim),
+        )
 
         def project(name: str, shape: tuple[int, int], axis: str) -> jax.Array:
             axes = ("embed", axis, "head_dim")
