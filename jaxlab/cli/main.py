@@ -67,6 +67,11 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
         if debug:
             raise
         print(f"error: {error}", file=sys.stderr)
+        if getattr(error, "exit_at_once", False):
+            # Nothing can be wound up in order: threads wait for a process that is gone.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
     except BrokenPipeError:
         # The reader of a pipe (`| head`) left; nothing more can or need be written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,7 +16,13 @@ from jaxlab.training.config import DistributedConfig
 
 
 class DistributedError(JaxlabError):
-    """Another process of the run died, or could not be reached."""
+    """Another process of the run died, or could not be reached.
+
+    A process that reports it should end by `os._exit`: threads that wait for the lost process, and
+    jax's own disconnection, would otherwise keep it and then abort it.
+    """
+
+    exit_at_once = True
 
 
 # At the end processes wait so long for each other to disconnect. Short, because a process that
@@ -84,13 +91,45 @@ def peer_errors() -> Iterator[None]:
     """Turn the runtime's complaint about a vanished process into a `DistributedError`."""
     try:
         yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        if jax.process_count() == 1 or not _is_about_peers(str(error)):
+    except Exception as error:
+        if not lost_a_peer(error):
             raise
         raise DistributedError(
             f"lost one of the {jax.process_count()} processes of this run: {_first_line(error)}. "
             "Start all of them again: they resume from the last checkpoint"
         ) from error
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether an error is the runtime's way to say that another process is gone."""
+    if jax.process_count() == 1 or isinstance(error, JaxlabError):
+        return False
+    return isinstance(error, jax.errors.JaxRuntimeError | ValueError) and _is_about_peers(
+        str(error)
+    )
+
+
+@contextlib.contextmanager
+def patience(what: str, tell: Callable[[str], None], seconds: float = 5.0) -> Iterator[None]:
+    """While waiting for other processes: say so if it takes long.
+
+    If one of them died, the runtime ends this process within `peer_timeout` from a thread of its
+    own, where no Python error can be raised; what was said before then explains it.
+    """
+    if jax.process_count() == 1:
+        yield
+        return
+    text = (
+        f"still waiting for all {jax.process_count()} processes {what}; if one of them has died, "
+        "this one will end too: start all of them again, they resume from the last checkpoint"
+    )
+    timer = threading.Timer(seconds, tell, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _is_about_peers(message: str) -> bool:

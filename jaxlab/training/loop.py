@@ -6,7 +6,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,17 +112,17 @@ def fit(config: ExperimentConfig, *, reporter: Reporter | None = None) -> FitRes
       DistributedError: another process of the run died.
     """
     distributed.initialize(config.distributed)
-    main = jax.process_index() == 0
-    reporter = reporter if main and reporter is not None else Reporter()
-    with distributed.peer_errors(), Interruption() as interruption, _Run(config, reporter) as run:
+    reporter = reporter or Reporter()
+    run = _Run(config, reporter if jax.process_index() == 0 else Reporter(), reporter.on_message)
+    with distributed.peer_errors(), Interruption() as interruption, run:
         return run.train(interruption)
 
 
 class _Run:
     """Everything one run needs, built once. Its methods are the parts of `fit`, in order."""
 
-    def __init__(self, config: ExperimentConfig, reporter: Reporter):
-        self.config, self.reporter = config, reporter
+    def __init__(self, config: ExperimentConfig, reporter: Reporter, warn: Callable[[str], None]):
+        self.config, self.reporter, self.warn = config, reporter, warn
         self.directory = epath.Path(config.output_dir)
         self.stack = contextlib.ExitStack()
 
@@ -164,8 +164,11 @@ class _Run:
     def __enter__(self) -> "_Run":
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self.stack.__exit__(*error)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and distributed.lost_a_peer(error):
+            # Closing the checkpoints would wait for a process that is gone.
+            self.stack.pop_all()
+        self.stack.close()
 
     def _abstract_state(self) -> TrainState:
         """Shapes, types and shardings of the state."""
@@ -289,22 +292,25 @@ class _Run:
             if validate and self.validation_data is not None:
                 validation_loss = self.validate(state, step, writer)
             if save:
-                checkpointer.save(
-                    state,
-                    data_state=train_data.get_state(),
-                    model=model,
-                    config=self._config_record(),
-                    validation_loss=validation_loss if validate else None,
-                )
+                with distributed.patience("to write a checkpoint", self.warn):
+                    checkpointer.save(
+                        state,
+                        data_state=train_data.get_state(),
+                        model=model,
+                        config=self._config_record(),
+                        validation_loss=validation_loss if validate else None,
+                    )
                 reporter.on_checkpoint(step, str(checkpointer.path(step)))
             watch.restart_clock()
             if stopped_by and not last:
-                checkpointer.wait()
+                with distributed.patience("to write a checkpoint", self.warn):
+                    checkpointer.wait()
                 distributed.meet("interrupted")
                 reporter.on_message(f"stopped after step {step}; run again to go on from there")
                 return FitResult(state, step, str(self.directory), stopped_by=stopped_by)
 
-        checkpointer.wait()
+        with distributed.patience("to write a checkpoint", self.warn):
+            checkpointer.wait()
         self.records = writer.records
         return FitResult(
             state,
