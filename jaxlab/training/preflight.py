@@ -579,6 +579,11 @@ def _could_fit(plan: Plan, topology: Topology, mode: Mode) -> bool:
         if plan.only is not None:
             copies = 1
         needed = num_params * width * copies / (sizes["fsdp"] * sizes["tensor"])
+        # Even full rematerialisation keeps the input of each layer.
+        chips = sizes["data"] * sizes["fsdp"] * sizes["sequence"]
+        tokens = plan.batch_size / plan.accumulate * plan.sequence_length / chips
+        width = jnp.dtype(model.dtype).itemsize
+        needed += tokens * model.num_layers * model.hidden_size * width
     else:
         width = jnp.dtype(model.dtype).itemsize
         needed = num_params * width / (sizes["fsdp"] * sizes["tensor"])
