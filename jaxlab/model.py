@@ -67,22 +67,24 @@ class Model:
 
         `positions` and `segment_ids`, int32 `[B, T]`, are those of `Transformer.__call__`.
         """
-        return self.module.apply({"params": params}, tokens, positions, segment_ids)
+        return self.module.apply(  # type: ignore[return-value]
+            {"params": params}, tokens, positions, segment_ids
+        )
 
     def __call__(self, tokens: Any) -> jax.Array:
-        """Logits `[B, T, V]` with the model's own parameters; `tokens` is `[B, T]` or one row `[T]`."""
+        """Logits `[B, T, V]` with the model's own parameters, of `tokens` `[B, T]` or `[T]`."""
         tokens = jnp.asarray(tokens, jnp.int32)
         return self._jitted_apply(self.params, tokens[None] if tokens.ndim == 1 else tokens)
 
     def init_cache(self, batch_size: int, max_length: int, **options: Any) -> KVCache:
-        """An empty cache of `batch_size` rows of `max_length` tokens; see `jaxlab.models.init_cache`."""
+        """An empty cache of so many rows and tokens a row; see `jaxlab.models.init_cache`."""
         return init_cache(self.config, batch_size, max_length, **options)
 
     def extend(self, params: Params, cache: KVCache, tokens: Any) -> tuple[jax.Array, KVCache]:
         """Append `tokens`, int32 `[B, T]`, to the cache's rows: `(logits [B, T, V], cache)`.
 
-        Pure: the cache given stays valid, so a speculative block can be tried and thrown away. Right-pad
-        rows of different lengths, then `cache.rewind(true_lengths)`.
+        Pure: the cache given stays valid, so a speculative block can be tried and thrown away.
+        Right-pad rows of different lengths, then `cache.rewind(true_lengths)`.
 
         Raises:
           PromptError: outside jit, if a row has no room for T more tokens.
@@ -106,8 +108,8 @@ class Model:
         """Continue each prompt; one string a prompt, without the prompt.
 
         Args:
-          prompts: one prompt or a list. A prompt is a string, continued as it stands, or a list of chat
-            messages `{"role": …, "content": …}`, put through the tokenizer's chat template.
+          prompts: one prompt or a list. A prompt is a string, continued as it stands, or a list of
+            chat messages `{"role": …, "content": …}`, put through the tokenizer's chat template.
           max_new_tokens: at most so many tokens.
           temperature: 0 takes the likeliest token each time.
           top_p: sample from the smallest set of tokens with at least this probability.
@@ -177,8 +179,8 @@ def load(source: str | Path, *, mesh: jax.sharding.Mesh | None = None, **overrid
     """Load a model from a name, a directory, a file or the hub.
 
     Args:
-      source: a name of `jaxlab.checkpoints.NAMED_MODELS` such as `"smollm2-135m-instruct"`; a Hugging
-        Face directory with safetensors; a `.gguf` file; or a hub id `"organisation/name"`.
+      source: a name of `jaxlab.checkpoints.NAMED_MODELS` such as `"smollm2-135m-instruct"`; a
+        Hugging Face directory with safetensors; a `.gguf` file; or a hub id `"organisation/name"`.
       mesh: place each parameter on its shards of this mesh while it is read, by the rules of
         `jaxlab.training.sharding`. Default: the default device.
       **overrides: fields of `ModelConfig`, for example `dtype="bfloat16"`; a section such as
@@ -211,4 +213,4 @@ def load(source: str | Path, *, mesh: jax.sharding.Mesh | None = None, **overrid
 def _extend(
     module: Transformer, params: Params, cache: KVCache, tokens: jax.Array
 ) -> tuple[jax.Array, KVCache]:
-    return module.apply({"params": params}, tokens, cache=cache)
+    return module.apply({"params": params}, tokens, cache=cache)  # type: ignore[return-value]

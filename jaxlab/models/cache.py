@@ -2,8 +2,8 @@
 
 `extend` (in `Transformer`) appends a block of tokens to each row, at that row's own length. The new
 tokens are *pending*: `rewind` drops those beyond a length, `commit` makes a prefix permanent. Only
-committed tokens may ever be evicted, pooled or folded, so whatever was appended speculatively can be
-taken back exactly.
+committed tokens may ever be evicted, pooled or folded, so whatever was appended speculatively can
+be taken back exactly.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from jaxlab.models.config import ModelConfig
 from jaxlab.models.layers import layer_groups
 
 
-@flax.struct.dataclass
-class KVCache:
+class KVCache(flax.struct.PyTreeNode):
     """Keys and values of every layer, in slots `0 … max_length - 1` of each row.
 
     Attributes:
-      lengths: int32 `[B]`, tokens in each row, pending ones included. Slots at or beyond it are stale
-        and masked, never read.
+      lengths: int32 `[B]`, tokens in each row, pending ones included. Slots at or beyond it are
+        stale and masked, never read.
       committed: int32 `[B]`, tokens of each row that are permanent.
       layers: one entry per group of `layer_groups(config)`, each a tuple with one
         `{"key", "value"}` of `[repeats, B, max_length, num_kv_heads, head_dim]` per layer of the
-        group's period; or, unstacked, one entry per layer of `[B, max_length, num_kv_heads, head_dim]`.
+        group's period; or, unstacked, one entry per layer of `[B, max_length, num_kv_heads,
+        head_dim]`.
     """
 
     lengths: jax.Array
@@ -69,7 +69,7 @@ class KVCache:
         return self.replace(committed=jnp.clip(lengths, self.committed, self.lengths))
 
     def check_room(self, block_length: int) -> None:
-        """Raise `PromptError` if a row has no room for `block_length` more tokens; silent under jit."""
+        """Raise `PromptError` if a row has no room for so many more tokens; silent under jit."""
         if isinstance(self.lengths, jax.core.Tracer):
             return
         longest = int(np.max(np.asarray(self.lengths)))
@@ -103,7 +103,7 @@ def init_cache(
     """
     if batch_size < 1 or max_length < 1:
         raise ValueError(
-            f"init_cache needs batch_size >= 1 and max_length >= 1, not {batch_size} and {max_length}"
+            f"batch_size is {batch_size} and max_length {max_length}: both must be at least 1"
         )
     dtype = jnp.dtype(dtype or config.dtype)
     shape = (batch_size, max_length, config.num_kv_heads, config.head_dim)

@@ -18,9 +18,9 @@ class _Frozen(BaseModel):
 class RopeScaling(_Frozen):
     """How rotary frequencies are stretched beyond the trained context.
 
-    Field names are Hugging Face's. `linear` divides every frequency by `factor`; `dynamic` raises the
-    base once a text is longer than the trained context; `llama3` stretches only long wavelengths;
-    `yarn` blends by wavelength and scales the attention.
+    Field names are Hugging Face's. `linear` divides every frequency by `factor`; `dynamic` raises
+    the base once a text is longer than the trained context; `llama3` stretches only long
+    wavelengths; `yarn` blends by wavelength and scales the attention.
     """
 
     type: Literal["linear", "dynamic", "llama3", "yarn"]
@@ -55,11 +55,11 @@ class AttentionConfig(_Frozen):
 
 
 class ModelConfig(_Frozen):
-    """A decoder-only transformer: Llama 2/3, Mistral, Qwen2, Qwen3, Gemma 2, GPT-NeoX and relatives.
+    """A decoder-only transformer: Llama, Mistral, Qwen, Gemma 2, GPT-NeoX and relatives.
 
     Hashable, so that it can be a static argument of `jax.jit` and a field of a Linen module.
-    `num_kv_heads` defaults to `num_heads`, `head_dim` to `hidden_size / num_heads`, `layer_types` to
-    all-`sliding` if `sliding_window` is set and all-`full` otherwise.
+    `num_kv_heads` defaults to `num_heads`, `head_dim` to `hidden_size / num_heads`, `layer_types`
+    to all-`sliding` if `sliding_window` is set and all-`full` otherwise.
     """
 
     architecture: Architecture = Field(
@@ -139,18 +139,18 @@ class ModelConfig(_Frozen):
     def _check(self) -> ModelConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: "
-                f"choose num_kv_heads that divides {self.num_heads}"
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads "
+                f"{self.num_kv_heads}: choose num_kv_heads that divides {self.num_heads}"
             )
         if self.rotary_dim % 2:
             raise ValueError(
-                f"rotary_fraction {self.rotary_fraction} rotates {self.rotary_dim} of {self.head_dim} "
-                "channels, an odd number: choose a fraction that gives an even one"
+                f"rotary_fraction {self.rotary_fraction} rotates {self.rotary_dim} of "
+                f"{self.head_dim} channels, an odd number: choose one that rotates an even number"
             )
         if self.layer_types is not None and len(self.layer_types) != self.num_layers:
             raise ValueError(
-                f"layer_types has {len(self.layer_types)} entries for num_layers {self.num_layers}: "
-                "give one per layer, or leave it out"
+                f"layer_types has {len(self.layer_types)} entries for num_layers "
+                f"{self.num_layers}: give one per layer, or leave it out"
             )
         if self.layer_types and "sliding" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types asks for sliding layers: set sliding_window (in tokens)")
@@ -164,9 +164,8 @@ class ModelConfig(_Frozen):
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer; None where the layer sees everything before it."""
-        types = self.layer_types
-        if types is None:
-            types = ("sliding" if self.sliding_window else "full",) * self.num_layers
+        uniform: LayerType = "sliding" if self.sliding_window else "full"
+        types = self.layer_types or (uniform,) * self.num_layers
         return tuple(self.sliding_window if kind == "sliding" else None for kind in types)
 
     @property

@@ -33,8 +33,8 @@ def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
 def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
     """Split the layers into runs that a scan can repeat, so that compile time is flat in depth.
 
-    Alike layers are one group with a period of one; Gemma 2's alternation is one group with a period
-    of two; "first and last layer full" is three groups.
+    Alike layers are one group with a period of one; Gemma 2's alternation is one group with a
+    period of two; "first and last layer full" is three groups.
     """
     kinds = layer_kinds(config)
     groups = []

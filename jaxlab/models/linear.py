@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -29,7 +30,7 @@ class Linear(nn.Module):
         config = self.config
         dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
         contracted = x.shape[x.ndim - self.contract :]
-        kernel = self.param(
+        kernel: Any = self.param(
             "kernel",
             nn.with_logical_partitioning(
                 nn.initializers.normal(config.initializer_range), self.axes
@@ -43,7 +44,7 @@ class Linear(nn.Module):
         y = x.astype(dtype).reshape(*leading, math.prod(contracted)) @ matrix
         y = y.reshape(*leading, *self.features)
         if self.use_bias:
-            bias = self.param(
+            bias: Any = self.param(
                 "bias",
                 nn.with_logical_partitioning(nn.initializers.zeros, self.axes[self.contract :]),
                 self.features,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -36,5 +38,5 @@ class Norm(nn.Module):
 
     def _parameter(self, name: str, initializer: nn.initializers.Initializer, size: int):
         initializer = nn.with_logical_partitioning(initializer, ("norm",))
-        value = self.param(name, initializer, (size,), jnp.dtype(self.config.param_dtype))
+        value: Any = self.param(name, initializer, (size,), jnp.dtype(self.config.param_dtype))
         return value.astype(jnp.float32)

@@ -61,7 +61,7 @@ def _base_frequencies(theta: float, dim: int) -> np.ndarray:
 
 
 def _static_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Inverse frequencies `[rotary_dim / 2]` that do not depend on the text, and a factor on cos, sin."""
+    """Inverse frequencies `[rotary_dim / 2]` of any text, and a factor on cos and sin."""
     dim, theta, scaling = config.rotary_dim, config.rope_theta, config.rope_scaling
     frequencies = _base_frequencies(theta, dim)
     if scaling is None:
@@ -88,7 +88,7 @@ def _llama3_frequencies(
 def _yarn_frequencies(
     frequencies: np.ndarray, config: ModelConfig, scaling: RopeScaling, trained_length: int
 ) -> tuple[np.ndarray, float]:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): blend by the number of turns within the context."""
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): blend by the number of turns in the context."""
     dim, theta = config.rotary_dim, config.rope_theta
 
     def channel_turning(turns: float) -> float:
@@ -122,8 +122,8 @@ def _dynamic_frequencies(
 ) -> jax.Array:
     """Dynamic NTK: each row's base grows with the row's length beyond the trained context.
 
-    Returns float32 `[B, 1, rotary_dim / 2]`. Keys already in a cache keep the rotation of the length
-    they were written at, as in Hugging Face transformers.
+    Returns float32 `[B, 1, rotary_dim / 2]`. Keys already in a cache keep the rotation of the
+    length they were written at, as in Hugging Face transformers.
     """
     dim = config.rotary_dim
     trained_length = config.max_position_embeddings

@@ -5,10 +5,10 @@
     logits = module.apply({"params": params}, tokens)
     logits, cache = module.apply({"params": params}, tokens, cache=cache)
 
-Every layer's parameters are stacked along a leading axis, whatever its kind, so the parameter tree of
-a model does not change when its attention does. The layers run under `lax.scan` (one per group of
-`layer_groups`), so compile time is flat in depth; `unstack_layers` gives the unrolled form, which
-decodes faster on CPU.
+Every layer's parameters are stacked along a leading axis, whatever its kind, so the parameter tree
+of a model does not change when its attention does. The layers run under `lax.scan` (one per group
+of `layer_groups`), so compile time is flat in depth; `unstack_layers` gives the unrolled form,
+which decodes faster on CPU.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class Transformer(nn.Module):
 
         Args:
           tokens: int32 `[B, T]`.
-          positions: int32 `[B, T]` for the rotary embedding. Default: 0, 1, … in each row, restarting
-            at each segment; with a cache, continuing from each row's length.
+          positions: int32 `[B, T]` for the rotary embedding. Default: 0, 1, … in each row,
+            restarting at each segment; with a cache, continuing from each row's length.
           segment_ids: int32 `[B, T]`; tokens attend only within equal ids, 0 marks padding.
           cache: append the tokens to each row of this cache and attend to what the row then holds.
             The caller makes sure of room (`KVCache.check_room`): under jit nothing can raise.
@@ -168,7 +168,7 @@ class Transformer(nn.Module):
         return hidden, cache.replace(lengths=lengths, layers=slots)
 
     def unembed(self, hidden: Float[Array, "*rows D"]) -> Float32[Array, "*rows V"]:
-        """Logits, float32 `[..., vocab_size]`, of `hidden [..., hidden_size]`; soft cap included."""
+        """Logits, float32 `[..., vocab_size]`, of `hidden [..., hidden_size]`, capped if so set."""
         config = self.config
         if config.tie_word_embeddings:
             logits = jnp.einsum(

@@ -1,4 +1,4 @@
-"""The transformer as pure functions: forms that must agree, masks that must hold, caches that undo."""
+"""The transformer: forms that must agree, masks that must hold, caches that undo."""
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def test_logits_are_float32_and_every_parameter_matters(model):
 
 
 def test_unrolled_equals_scanned(model):
-    module, params, apply = model
+    _, params, apply = model
     tokens = random_tokens((2, 13))
     np.testing.assert_allclose(
         apply(unstack_layers(params), tokens), apply(params, tokens), atol=TOLERANCE

@@ -19,7 +19,7 @@ PATTERNS = {"full": full}
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention: project, normalise, rotate, attend by the pattern, project back."""
+    """Grouped-query self-attention: project, normalise, rotate, attend, project back."""
 
     config: ModelConfig
     kind: LayerKind

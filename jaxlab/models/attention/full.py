@@ -86,7 +86,7 @@ def attend_cached(
 def _write_block(
     slots: jax.Array, layer: jax.Array | int | None, lengths: jax.Array, block: jax.Array
 ) -> jax.Array:
-    """Write `block [B, T, Hk, D]` into each row of `slots` from slot `lengths[row]` on, in place."""
+    """Write `block [B, T, Hk, D]` into each row of `slots` from slot `lengths[row]` on."""
     block = block.astype(slots.dtype)
     batch, block_length = block.shape[:2]
     if batch == 1:
