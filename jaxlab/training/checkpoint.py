@@ -49,8 +49,10 @@ class Checkpointer:
         logging.getLogger("absl").setLevel(logging.ERROR)
         with _storage_errors(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
+            # Orbax refuses relative paths; messages keep the one the user gave.
+            absolute = self.directory.resolve() if _is_local(self.directory) else self.directory
             self._manager = ocp.CheckpointManager(
-                self.directory,
+                absolute,
                 item_handlers={
                     "params": ocp.StandardCheckpointHandler(),
                     "state": ocp.StandardCheckpointHandler(),
@@ -342,3 +344,7 @@ def _storage_reason(error: BaseException | None) -> str | None:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+
+
+def _is_local(path: epath.Path) -> bool:
+    return "://" not in str(path)

@@ -98,6 +98,14 @@ def test_train_then_resume_then_use_the_run(jaxlab_command, experiment, tmp_path
     assert 1 < json.loads(outcome.out)["perplexity"] < 300
 
 
+def test_a_relative_output_dir(jaxlab_command, experiment, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = jaxlab_command("train", experiment, "output_dir=here", "training.steps=2")
+    assert outcome.code == 0, outcome.err
+    assert (tmp_path / "here" / "checkpoints" / "2").is_dir()
+    assert "here/loss_curve.png" in outcome.out
+
+
 def test_an_interrupted_run_saves_and_resumes(experiment) -> None:
     # Long enough to be interrupted on any machine; resumed with few steps to go.
     process = start("train", experiment, "training.steps=20000", "training.checkpoint_every=20000")
