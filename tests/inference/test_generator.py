@@ -1,5 +1,7 @@
 """Generation: equal to the plain loop, whatever the batch, the blocks or the stream."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 
 from jaxlab.data.tokenizers import ByteTokenizer
 from jaxlab.errors import PromptError
-from jaxlab.inference import Generator, SamplingParams, generate, stream
+from jaxlab.inference import Generator, SamplingParams, generate, row_settings, stream
+from jaxlab.inference.buckets import batch_bucket
 from jaxlab.models import ModelConfig, Transformer, init_cache, init_params, unstack_layers
 
 CONTEXT = 160
@@ -312,3 +315,24 @@ def test_timing_counts_tokens(generator):
     assert timing.new_tokens == sum(len(g.token_ids) - 1 for g in results)
     assert timing.decode_tokens_per_second > 0
     assert timing.prefill_tokens_per_second > 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_decoding_updates_the_cache_in_place(params, rows):
+    """No copy of a layer's keys or values in the compiled loop: it costs more than attention."""
+    generator = Generator(MODULE, params)
+    prompts = [[1, 2, 3 + row] for row in range(rows)]
+    settings, processors = row_settings([SamplingParams()] * batch_bucket(rows))
+    padded = [*prompts, *[[0]] * (batch_bucket(rows) - rows)]
+    state = generator._read(padded, np.full(len(padded), 9, np.int32), settings, processors)
+    program = generator._decode.lower(
+        generator.params,
+        settings,
+        np.int32(8),
+        np.ones(len(padded), bool),
+        rows=state,
+        processors=processors,
+    ).compile()
+    shape = ",".join(map(str, state.cache.layers[0]["key"].shape))
+    copies = re.findall(rf"= f32\[{shape}\]\S* copy\(", program.as_text())
+    assert not copies

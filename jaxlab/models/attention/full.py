@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxlab.models.config import ModelConfig
 from jaxlab.models.layers import LayerKind
 from pallas_kernels import attention
+from pallas_kernels.attention.cached import MAX_ROWS, cached_attention
 
 
 def attend(
@@ -59,10 +60,29 @@ def attend_cached(
     Returns:
       The block's attention `[B, T, H, D]`, and `slots` with the block written.
     """
-    slots = {
-        name: _write_block(slots[name], layer, lengths, block)
-        for name, block in (("key", key), ("value", value))
-    }
+    new = {"key": key, "value": value}
+    implementation = config.attention.implementation
+    block_length, num_heads = query.shape[1:3]
+    if (
+        layer is None  # one array a layer is the layout for CPU
+        and implementation in (None, "xla")
+        and block_length * num_heads <= MAX_ROWS
+    ):
+        output = cached_attention(
+            query,
+            key,
+            value,
+            slots["key"].astype(query.dtype),
+            slots["value"].astype(query.dtype),
+            lengths,
+            sliding_window=kind.window,
+            logit_softcap=config.attention_softcap,
+            scale=config.query_scale,
+        )
+        start = _known_after(output, lengths)
+        return output, {n: _write_block(slots[n], layer, start, new[n]) for n in slots}
+
+    slots = {name: _write_block(slots[name], layer, lengths, new[name]) for name in slots}
     here = slots
     if layer is not None:
         here = {
@@ -78,9 +98,18 @@ def attend_cached(
         sliding_window=kind.window,
         logit_softcap=config.attention_softcap,
         scale=config.query_scale,
-        implementation=config.attention.implementation,
+        implementation=implementation,
     )
     return output, slots
+
+
+def _known_after(output: jax.Array, lengths: jax.Array) -> jax.Array:
+    """`lengths`, in a form that XLA cannot know before `output`.
+
+    A write at these positions comes after the reads that made `output`, so it can be done in place;
+    without the order XLA copies the cache first. Nothing is greater than infinity.
+    """
+    return lengths + (output[:, 0, 0, 0] > jnp.inf).astype(lengths.dtype)
 
 
 def _write_block(
