@@ -12,8 +12,8 @@ make_environment .venv
 say "training a small model from scratch on the Python documentation"
 .venv/bin/jaxlab train configs/quickstart.yaml "$@"
 
-say "asking SmolLM2-135M-Instruct: What is the capital of France?"
-.venv/bin/jaxlab generate --model smollm2-135m-instruct --max-new-tokens 48 \
-  --prompt "What is the capital of France?"
+question="What is the capital of France, and what is it known for?"
+say "asking SmolLM2-135M-Instruct: $question"
+.venv/bin/jaxlab generate --model smollm2-135m-instruct --max-new-tokens 80 --prompt "$question"
 
 say "done. Next: .venv/bin/jaxlab chat   ·   .venv/bin/jaxlab train --help"

@@ -101,6 +101,9 @@ def _quiet_environment() -> None:
     """Settings libraries read when imported: no chatter on a machine without their hardware."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault(
+        "TRANSFORMERS_VERBOSITY", "error"
+    )  # "PyTorch was not found": it need not be
     os.environ.setdefault("MPLBACKEND", "Agg")
     if not _has_tpu():
         # libtpu, installed for `preflight`, would look for a TPU and complain at length.

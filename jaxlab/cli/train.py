@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import math
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,6 +103,7 @@ def _reporter(console: Console) -> Any:
             self.task: Any = None
             self.last_line = 0.0
             self.steps = 0
+            self.first: tuple[int, float] | None = None
 
         def on_start(self, info: dict[str, Any]) -> None:
             self.steps = info["steps"]
@@ -139,24 +142,31 @@ def _reporter(console: Console) -> Any:
 
         def on_step(self, metrics: dict[str, float]) -> None:
             step = int(metrics["step"])
+            self.first = self.first or (step, time.monotonic())
             if self.bar:
                 self.bar.update(self.task, completed=step, metrics=metrics)
             elif self._line_is_due(step):
                 console.print(
                     f"step {step}/{self.steps}  loss {metrics['loss']:.3f}  "
-                    f"{metrics['tokens_per_second']:,.0f} tokens/s  "
-                    f"{_remaining(self.steps - step, metrics)} left"
+                    f"{metrics['tokens_per_second']:,.0f} tokens/s{self._remaining(step)}"
                 )
 
         def _line_is_due(self, step: int) -> bool:
             """The first step, the last, and one every ten seconds."""
-            import time
-
             now = time.monotonic()
             if step not in (1, self.steps) and now - self.last_line < 10:
                 return False
             self.last_line = now
             return True
+
+        def _remaining(self, step: int) -> str:
+            """At the mean pace so far, validations and checkpoints included."""
+            assert self.first is not None
+            begun, then = self.first
+            if step == begun:
+                return ""
+            left = (self.steps - step) * (time.monotonic() - then) / (step - begun)
+            return f"  {datetime.timedelta(seconds=round(left))} left"
 
         def on_eval(self, metrics: dict[str, float]) -> None:
             console.print(
@@ -188,10 +198,3 @@ class _Rates(ProgressColumn):
         if metrics.get("mfu"):
             text += f"  {metrics['mfu']:.0%} MFU"
         return Text(text)
-
-
-def _remaining(steps: int, metrics: dict[str, float]) -> str:
-    seconds = steps * metrics.get("step_seconds", 0.0)
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
