@@ -16,7 +16,7 @@ def visibility(
     kv_segment_ids: jax.Array | None = None,
     sliding_window: int | None = None,
 ) -> jax.Array:
-    """Which keys each query sees: bool `[batch, num_queries, num_keys]`; arguments of `attention`."""
+    """Which keys each query sees, bool `[batch, num_queries, num_keys]`; see `attention`."""
     first = jnp.zeros(batch, jnp.int32) if q_offset is None else jnp.asarray(q_offset, jnp.int32)
     query = jnp.broadcast_to(first, (batch,))[:, None, None] + jnp.arange(num_queries)[:, None]
     key = jnp.arange(num_keys)

@@ -334,7 +334,7 @@ def _key_ranges(blocks, num_keys, bounds, spec, q_segments, kv_segments):
         low_q, high_q = q_segments.min(-1).T[:, :, None], q_segments.max(-1).T[:, :, None]
         low_k, high_k = kv_segments.min(-1).T[:, None, :], kv_segments.max(-1).T[:, None, :]
         needed = needed & (low_q <= high_k) & (low_k <= high_q)
-        full = np.zeros_like(full)  # finding the blocks inside one segment is not worth the while
+        full = full & False  # finding the blocks inside one segment is not worth the while
     needed, full = needed.any(0), full.all(0)
 
     def ends(table):
