@@ -61,7 +61,7 @@ def train(
         result = fit(experiment, reporter=reporter)
     finally:
         reporter.close()
-    if result.interrupted:
+    if result.stopped_by is not None:
         raise typer.Exit(128 + result.stopped_by)  # as a shell reports a signal
     _show_result(experiment, result)
 

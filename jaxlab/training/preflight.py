@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlab.data.tokenizers import load_tokenizer
 from jaxlab.errors import ConfigError, JaxlabError, MeshError
@@ -75,10 +75,11 @@ class Plan:
           CheckpointError: the model's source is missing or cannot be fetched.
         """
         vocab_size = None
-        if config.model.source is None and config.model.vocab_size is None:
+        model: Any = config.model  # its fields are made from those of ModelConfig
+        if model.source is None and model.vocab_size is None:
             vocab_size = load_tokenizer(config.tokenizer_source).vocab_size
         return cls(
-            model=model_config(config.model, vocab_size=vocab_size),
+            model=model_config(model, vocab_size=vocab_size),
             mesh=config.mesh,
             batch_size=config.data.batch_size,
             sequence_length=config.data.sequence_length,
@@ -395,10 +396,10 @@ def _lower_decode(
         names: tuple[str, ...] = ("batch",)
         if len(leaf.shape) == 5:
             names = ("layers", "batch", "kv_length", "kv_heads", "head_dim")
-        return NamedSharding(mesh, nn.logical_to_mesh_axes(names, rules))
+        return NamedSharding(mesh, nn.logical_to_mesh_axes(names, rules) or PartitionSpec())
 
     cache = _placed(cache, jax.tree.map(sharding_of, cache))
-    rows = NamedSharding(mesh, nn.logical_to_mesh_axes(("batch", None), rules))
+    rows = NamedSharding(mesh, nn.logical_to_mesh_axes(("batch", None), rules) or PartitionSpec())
     tokens = jax.ShapeDtypeStruct((plan.batch_size, 1), jnp.int32, sharding=rows)
 
     def decode(params: Any, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
