@@ -167,11 +167,11 @@ def table(rows: list[dict[str, Any]], sizes: Sizes) -> str:
         "decode": (f"decode {sizes.decode_new} tokens", sizes.decode_new - 1, "tokens/s"),
         "prefill": (f"prefill {sizes.prefill} tokens", sizes.prefill, "tokens/s"),
         "train": (
-            f"AdamW step {sizes.train_rows}x{sizes.train_tokens}",
+            f"train step {sizes.train_rows}x{sizes.train_tokens} (AdamW)",
             sizes.train_rows * sizes.train_tokens,
             "tokens/s",
         ),
-        "attention": (f"causal attention 1x{sizes.attention}x8x64", 1, "runs/s"),
+        "attention": (f"attention 1x{sizes.attention}x8x64", 1, "runs/s"),
     }
     lines = [
         "| workload | jaxlab | torch | times as fast | wanted | peak MiB jaxlab | torch |",
