@@ -10,6 +10,7 @@ them as an argument, so they go through `jax.jit`, `jax.grad` and `jax.vmap` as 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,14 +38,24 @@ class Model:
       params: its parameters, a tree of `jax.Array`.
       config: the frozen `ModelConfig`.
       tokenizer: a `Tokenizer`, or None for a model that came without one.
+      mesh: the device mesh that the parameters are split over, or None. `model(tokens)`, `extend`
+        and `generate` run on it; inside your own `jax.jit`, enter `model.on_mesh()` around it.
     """
 
-    def __init__(self, module: Transformer, params: Params, tokenizer: Tokenizer | None = None):
+    def __init__(
+        self,
+        module: Transformer,
+        params: Params,
+        tokenizer: Tokenizer | None = None,
+        *,
+        mesh: jax.sharding.Mesh | None = None,
+    ):
         if tokenizer is not None:
             check_vocabulary(tokenizer, module.config)
         self.module = module
         self.params = params
         self.tokenizer = tokenizer
+        self.mesh = mesh
 
     @property
     def config(self) -> ModelConfig:
@@ -74,7 +85,8 @@ class Model:
     def __call__(self, tokens: Any) -> jax.Array:
         """Logits `[B, T, V]` with the model's own parameters, of `tokens` `[B, T]` or `[T]`."""
         tokens = jnp.asarray(tokens, jnp.int32)
-        return self._jitted_apply(self.params, tokens[None] if tokens.ndim == 1 else tokens)
+        with self.on_mesh():
+            return self._jitted_apply(self.params, tokens[None] if tokens.ndim == 1 else tokens)
 
     def init_cache(self, batch_size: int, max_length: int, **options: Any) -> KVCache:
         """An empty cache of so many rows and tokens a row; see `jaxlab.models.init_cache`."""
@@ -91,7 +103,8 @@ class Model:
         """
         tokens = jnp.asarray(tokens, jnp.int32)
         cache.check_room(tokens.shape[1])
-        return self._jitted_extend(params, cache, tokens)
+        with self.on_mesh():
+            return self._jitted_extend(params, cache, tokens)
 
     def generate(
         self,
@@ -132,7 +145,8 @@ class Model:
             seed=seed,
             **sampling,
         )
-        return [generation.text for generation in self.generator.generate(prompts, params)]
+        with self.on_mesh():
+            return [generation.text for generation in self.generator.generate(prompts, params)]
 
     def stream(self, prompt: Prompt, **sampling: Any) -> Iterator[str]:
         """Continue one prompt, yielding its text in pieces as they become certain.
@@ -141,7 +155,25 @@ class Model:
         """
         from jaxlab.inference import SamplingParams
 
-        return self.generator.stream(prompt, SamplingParams(**sampling))
+        pieces = self.generator.stream(prompt, SamplingParams(**sampling))
+        return self._stream_on_mesh(pieces)
+
+    def _stream_on_mesh(self, pieces: Iterator[str]) -> Iterator[str]:
+        # The mesh is in force only while a piece is made, not while the caller holds it.
+        while True:
+            with self.on_mesh():
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield piece
+
+    def on_mesh(self) -> AbstractContextManager[None]:
+        """A context in which traced code runs on the model's mesh; does nothing without one."""
+        if self.mesh is None:
+            return nullcontext()
+        from jaxlab.training.sharding import logical_rules, use_mesh
+
+        return use_mesh(self.mesh, logical_rules(self.config, self.mesh))
 
     @cached_property
     def generator(self) -> Generator:
@@ -207,7 +239,7 @@ def load(source: str | Path, *, mesh: jax.sharding.Mesh | None = None, **overrid
     params = checkpoints.load_params(
         path, config, shardings=shardings, param_dtype=config.param_dtype
     )
-    return Model(module, params, tokenizer)
+    return Model(module, params, tokenizer, mesh=mesh)
 
 
 def _extend(

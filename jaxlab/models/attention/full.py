@@ -6,13 +6,17 @@ transforms them before attention, transformed.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxlab.models.config import ModelConfig
 from jaxlab.models.layers import LayerKind
-from pallas_kernels import attention
+from pallas_kernels import attention, sharded_attention
 from pallas_kernels.attention.cached import MAX_ROWS, cached_attention
 
 
@@ -26,15 +30,24 @@ def attend(
     segment_ids: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T H D"]:
     """Attention of a whole text to itself: `[B, T, H, D]` from `[B, T, H | Hk, D]`."""
-    return attention(
+    options: dict[str, Any] = {
+        "segment_ids": segment_ids,
+        "sliding_window": kind.window,
+        "logit_softcap": config.attention_softcap,
+        "scale": config.query_scale,
+        "implementation": config.attention.implementation,
+    }
+    batch_axes, sequence_axis, head_axis = _mesh_axes(query.shape)
+    if not (batch_axes or sequence_axis or head_axis):
+        return attention(query, key, value, **options)
+    return sharded_attention(
         query,
         key,
         value,
-        segment_ids=segment_ids,
-        sliding_window=kind.window,
-        logit_softcap=config.attention_softcap,
-        scale=config.query_scale,
-        implementation=config.attention.implementation,
+        batch_axes=batch_axes,
+        sequence_axis=sequence_axis,
+        head_axis=head_axis,
+        **options,
     )
 
 
@@ -110,6 +123,26 @@ def _known_after(output: jax.Array, lengths: jax.Array) -> jax.Array:
     without the order XLA copies the cache first. Nothing is greater than infinity.
     """
     return lengths + (output[:, 0, 0, 0] > jnp.inf).astype(lengths.dtype)
+
+
+def _mesh_axes(shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
+    """The mesh axes that split batch, time and heads of a query, by the logical rules in force.
+
+    An axis of one device splits nothing, nor does one that does not divide its dimension.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return None, None, None
+    axes = nn.logical_to_mesh_axes(("batch", "length", "heads"))
+
+    def usable(names: str | tuple[str, ...] | None, size: int) -> Any:
+        names = (names,) if isinstance(names, str) else names or ()
+        names = tuple(name for name in names if mesh.shape.get(name, 1) > 1)
+        parts = math.prod(mesh.shape[name] for name in names)
+        return names if names and size % parts == 0 else None
+
+    batch, length, heads = (usable(names, size) for names, size in zip(axes, shape, strict=False))
+    return batch, length and length[0], heads and heads[0]
 
 
 def _write_block(
