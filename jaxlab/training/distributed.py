@@ -1,9 +1,11 @@
 """Several processes that train one model: how they meet, agree, and notice that one has died."""
 
+import atexit
 import contextlib
 import os
-import threading
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,13 +30,15 @@ class DistributedError(JaxlabError):
 # At the end processes wait so long for each other to disconnect. Short, because a process that
 # reports an error must not hang; `meet` has already waited for the slowest where all is well.
 _SHUTDOWN_SECONDS = 10
+_ADVICE = "Start all of them again: they resume from the last checkpoint"
 
 
 def initialize(config: DistributedConfig) -> None:
     """Join the run's other processes, if there are any; before anything touches a device.
 
     A process that shows no sign of life for `config.peer_timeout` seconds counts as dead, and ends
-    the others.
+    the others: with a `DistributedError` where one can be raised, else through the runtime, and
+    then a line on stderr says so.
 
     Raises:
       ConfigError: the address is given but not the number of processes or which one this is.
@@ -72,6 +76,51 @@ def initialize(config: DistributedConfig) -> None:
             f"the {count or ''} processes of this run could not meet at {address or 'the cluster'}"
             f": {_first_line(error)}"
         ) from error
+    _call_witness()
+
+
+# Told what to say, and then that all is well. If it ends without having been told, it says it.
+_WITNESS = """
+import sys
+message = sys.stdin.readline()
+if not sys.stdin.readline():
+    sys.stderr.write(message)
+"""
+_witness: subprocess.Popen | None = None
+
+
+def _call_witness() -> None:
+    """Start a process that speaks if this one is ended without a chance to.
+
+    The runtime answers the death of another process by aborting, from a thread of its own, with a
+    stack trace for an explanation. It offers no way to do anything else first, and the main thread
+    may at that time be waiting in it for ever.
+    """
+    global _witness
+    _witness = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _WITNESS],
+        stdin=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is not meant for it
+    )
+    assert _witness.stdin is not None
+    _witness.stdin.write(
+        f"error: process {jax.process_index()} of {jax.process_count()} was killed, or was ended "
+        "by the runtime because another one is lost (then the lines above tell which). "
+        f"{_ADVICE}\n"
+    )
+    _witness.stdin.flush()
+    atexit.register(_dismiss_witness)
+
+
+def _dismiss_witness() -> None:
+    global _witness
+    if _witness is not None and _witness.stdin is not None:
+        with contextlib.suppress(OSError):  # it is gone already
+            _witness.stdin.write("all is well\n")
+            _witness.stdin.close()
+        _witness.wait()
+        _witness = None
 
 
 def _number(given: int | None, name: str, variable: str) -> int | None:
@@ -94,9 +143,10 @@ def peer_errors() -> Iterator[None]:
     except Exception as error:
         if not lost_a_peer(error):
             raise
+        _dismiss_witness()
         raise DistributedError(
             f"lost one of the {jax.process_count()} processes of this run: {_first_line(error)}. "
-            "Start all of them again: they resume from the last checkpoint"
+            f"{_ADVICE}"
         ) from error
 
 
@@ -107,29 +157,6 @@ def lost_a_peer(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError | ValueError) and _is_about_peers(
         str(error)
     )
-
-
-@contextlib.contextmanager
-def patience(what: str, tell: Callable[[str], None], seconds: float = 5.0) -> Iterator[None]:
-    """While waiting for other processes: say so if it takes long.
-
-    If one of them died, the runtime ends this process within `peer_timeout` from a thread of its
-    own, where no Python error can be raised; what was said before then explains it.
-    """
-    if jax.process_count() == 1:
-        yield
-        return
-    text = (
-        f"still waiting for all {jax.process_count()} processes {what}; if one of them has died, "
-        "this one will end too: start all of them again, they resume from the last checkpoint"
-    )
-    timer = threading.Timer(seconds, tell, [text])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _is_about_peers(message: str) -> bool:
@@ -148,7 +175,7 @@ def _is_about_peers(message: str) -> bool:
     return any(sign in message.lower() for sign in signs)
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line(error: Any) -> str:
     return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
 
 

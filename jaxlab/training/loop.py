@@ -6,7 +6,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,9 +111,9 @@ def fit(config: ExperimentConfig, *, reporter: Reporter | None = None) -> FitRes
       StorageError: the disk is full; the last checkpoint is intact.
       DistributedError: another process of the run died.
     """
-    distributed.initialize(config.distributed)
     reporter = reporter or Reporter()
-    run = _Run(config, reporter if jax.process_index() == 0 else Reporter(), reporter.on_message)
+    distributed.initialize(config.distributed)
+    run = _Run(config, reporter if jax.process_index() == 0 else Reporter())
     with distributed.peer_errors(), Interruption() as interruption, run:
         return run.train(interruption)
 
@@ -121,8 +121,8 @@ def fit(config: ExperimentConfig, *, reporter: Reporter | None = None) -> FitRes
 class _Run:
     """Everything one run needs, built once. Its methods are the parts of `fit`, in order."""
 
-    def __init__(self, config: ExperimentConfig, reporter: Reporter, warn: Callable[[str], None]):
-        self.config, self.reporter, self.warn = config, reporter, warn
+    def __init__(self, config: ExperimentConfig, reporter: Reporter):
+        self.config, self.reporter = config, reporter
         self.directory = epath.Path(config.output_dir)
         self.stack = contextlib.ExitStack()
 
@@ -292,25 +292,22 @@ class _Run:
             if validate and self.validation_data is not None:
                 validation_loss = self.validate(state, step, writer)
             if save:
-                with distributed.patience("to write a checkpoint", self.warn):
-                    checkpointer.save(
-                        state,
-                        data_state=train_data.get_state(),
-                        model=model,
-                        config=self._config_record(),
-                        validation_loss=validation_loss if validate else None,
-                    )
+                checkpointer.save(
+                    state,
+                    data_state=train_data.get_state(),
+                    model=model,
+                    config=self._config_record(),
+                    validation_loss=validation_loss if validate else None,
+                )
                 reporter.on_checkpoint(step, str(checkpointer.path(step)))
             watch.restart_clock()
             if stopped_by and not last:
-                with distributed.patience("to write a checkpoint", self.warn):
-                    checkpointer.wait()
+                checkpointer.wait()
                 distributed.meet("interrupted")
                 reporter.on_message(f"stopped after step {step}; run again to go on from there")
                 return FitResult(state, step, str(self.directory), stopped_by=stopped_by)
 
-        with distributed.patience("to write a checkpoint", self.warn):
-            checkpointer.wait()
+        checkpointer.wait()
         self.records = writer.records
         return FitResult(
             state,
