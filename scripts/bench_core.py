@@ -148,7 +148,8 @@ def compare(workload: str, directory: str, sizes: Sizes, repeats: int) -> dict[s
         peak = {side: ask(side, "peak") for side in SIDES}
     finally:
         for process in processes.values():
-            process.terminate()
+            assert process.stdin is not None
+            process.stdin.close()  # the end of its input ends a worker
             process.wait()
     median = {side: statistics.median(seconds[side]) for side in SIDES}
     return {
