@@ -33,6 +33,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+# Both sides on the CPU, whatever else the machine has.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 SIDES = ("jaxlab", "torch")
 WORKLOADS = ("decode", "prefill", "train", "attention")
 # What the ratio torch / jaxlab of the times should be at least.
