@@ -2,15 +2,17 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention.xla import Bounds, Spec
 
 IMPLEMENTATION = "cudnn"  # what jax.nn.dot_product_attention calls it
+DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, spec: Spec, bounds: Bounds):
     """Why cuDNN cannot take these arguments, or None if it can."""
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
+    if q.dtype not in DTYPES:
         return f"q has dtype {q.dtype}; cuDNN takes bfloat16 and float16"
     if not q.dtype == k.dtype == v.dtype:
         return f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; cuDNN takes one for all"
@@ -34,7 +36,13 @@ def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, spec: Spec, bounds: Bo
     return None
 
 
-def attention_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, spec: Spec, bounds: Bounds):
+def attention_cudnn(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S Hk D"],
+    v: Float[Array, "B S Hk D"],
+    spec: Spec,
+    bounds: Bounds,
+) -> Float[Array, "B T H D"]:
     """`[B,T,H,D]` on `[B,S,Hk,D]`; arguments that `unsupported` has passed only."""
     lengths = bounds.kv_lengths
     batch, num_queries = q.shape[:2]

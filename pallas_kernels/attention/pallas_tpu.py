@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.xla import Bounds, Spec
 
@@ -70,13 +71,13 @@ def unsupported(
 
 
 def attention_pallas(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S Hk D"],
+    v: Float[Array, "B S Hk Dv"],
     spec: Spec,
     bounds: Bounds,
     q_offset: int,
-) -> jax.Array:
+) -> Float[Array, "B T H Dv"]:
     """`[B,T,H,D]` on `[B,S,Hk,D]`; arguments that `unsupported` has passed only."""
     kernel = make_kernel(q.shape[1], k.shape[1], q.shape[2], spec, q_offset)
     return run_kernel(kernel, q, k, v, spec, bounds.segment_ids)
@@ -133,13 +134,13 @@ def kernel_sharding(kernel: Any, mesh: Mesh | AbstractMesh, sequence_axis: str |
 
 def run_kernel(
     kernel: Any,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S Hk D"],
+    v: Float[Array, "B S Hk Dv"],
     spec: Spec,
-    segment_ids: jax.Array | None,
-    kv_segment_ids: jax.Array | None = None,
-) -> jax.Array:
+    segment_ids: Int[Array, "B T"] | None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+) -> Float[Array, "B T H Dv"]:
     """Apply a kernel of `make_kernel`; `kv_segment_ids` None for `segment_ids`."""
     num_queries, num_keys = q.shape[1], k.shape[1]
     _, padded_queries = _block(num_queries)

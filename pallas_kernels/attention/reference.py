@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 
 def visibility(
@@ -34,19 +35,19 @@ def visibility(
 
 
 def attention_reference(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S Hk D"],
+    v: Float[Array, "B S Hk Dv"],
     *,
     causal: bool = True,
-    q_offset: jax.Array | int | None = None,
-    kv_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
+    q_offset: Int[Array, "*B"] | int | None = None,
+    kv_lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
     scale: float | None = None,
-) -> jax.Array:
+) -> Float[Array, "B T H Dv"]:
     """`softmax(scale · q kᵀ) v` over the visible keys, all in float32, memory O(T·S) per head.
 
     Arguments, shapes and meaning are those of `pallas_kernels.attention`; the result has q's dtype.

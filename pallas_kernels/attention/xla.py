@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 
 class Spec(NamedTuple):
@@ -45,7 +46,13 @@ NARROW_ROWS = 64  # queries x heads up to which the narrow way is taken
 NARROW_CHUNK = 512  # keys it reads at a time
 
 
-def attention_xla(q: jax.Array, k: jax.Array, v: jax.Array, spec: Spec, bounds: Bounds):
+def attention_xla(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S Hk D"],
+    v: Float[Array, "B S Hk Dv"],
+    spec: Spec,
+    bounds: Bounds,
+) -> Float[Array, "B T H Dv"]:
     """`[B,T,H,D]` queries on `[B,S,Hk,D]` keys and values; checked arguments only."""
     return _attention(q, k, v, bounds, spec)
 
