@@ -10,7 +10,6 @@ A file is strict: no unknown key, no duplicate key, no string where a number bel
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import types
 import typing
@@ -80,14 +79,24 @@ def parse_config(
     """
     origins = origins or {}
     try:
-        # Validating JSON rather than Python objects: strict about scalars, yet a YAML list may
-        # fill a tuple field.
-        return cls.model_validate_json(json.dumps(tree), strict=True)
+        # Strict about scalars. Configs are frozen, so their sequences are tuples.
+        return cls.model_validate(_tuples(tree), strict=True)
     except pydantic.ValidationError as error:
         messages = _explain(cls, error.errors(), origins, default_origin)
         raise ConfigError("\n".join(messages)) from error
-    except TypeError as error:  # json.dumps: binary, sets … which YAML tags can make
-        raise ConfigError(f"{default_origin}: {error}; use plain YAML values") from error
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _tuples(item) for key, item in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _lists(value: Any) -> Any:
+    """As it was written, for messages."""
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    return list(map(_lists, value)) if isinstance(value, tuple) else value
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -194,8 +203,10 @@ def _explain(
             invalid.append(f"{origin}: {f'`{key}`: ' if key else ''}{message}")
         else:
             expected = message.removeprefix("Input should be ")
-            expected = {"an object": "a mapping", "a valid array": "a list"}.get(expected, expected)
-            wrong.setdefault(key, (origin, details["input"], []))[2].append(expected)
+            if expected.startswith("a valid dictionary"):
+                expected = "a mapping"
+            expected = expected.replace("a valid tuple", "a list")
+            wrong.setdefault(key, (origin, _lists(details["input"]), []))[2].append(expected)
     for key, (origin, value, expectations) in wrong.items():
         expected = " or ".join(dict.fromkeys(expectations))
         invalid.append(f"{origin}: `{key}` is {value!r}; expected {expected}")

@@ -26,7 +26,7 @@ class _ModelSource(_Section):
 
 
 # Every field of ModelConfig, none of them required: with a source they override its configuration.
-ModelSection: Any = create_model(
+ModelSection: Any = create_model(  # type: ignore[call-overload]
     "ModelSection",
     __base__=_ModelSource,
     __doc__="The model: a source, the fields of `ModelConfig`, or a source with some overridden.",

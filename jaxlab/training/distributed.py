@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import multihost
 
 from jaxlab.errors import ConfigError, JaxlabError
 from jaxlab.training.config import DistributedConfig
@@ -180,9 +181,13 @@ def _first_line(error: Any) -> str:
 
 
 def meet(name: str) -> None:
-    """Wait for all processes."""
+    """Wait for all processes, up to 20 minutes.
+
+    Through the coordination service and not the devices: gloo gives up after 30 seconds where
+    processes begin to talk, and one may well compile or load so much longer than another.
+    """
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+        multihost.get_barrier_sync_fn()(key=name, timeout_ms=20 * 60 * 1000)
 
 
 def gather_rows(rows: np.ndarray) -> np.ndarray:

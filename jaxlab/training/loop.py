@@ -155,6 +155,7 @@ class _Run:
         self.step_function = jax.jit(
             step, donate_argnums=0, out_shardings=(state_shardings, replicated(self.mesh))
         )
+        self.compiled_eval: Any = None
         self.eval_function = jax.jit(
             make_eval_step(self.objective), out_shardings=replicated(self.mesh)
         )
@@ -242,7 +243,7 @@ class _Run:
         train_data = self.pipeline("train")
         self.validation_data = self.pipeline("validation") if _validates(config) else None
 
-        self._prepare_directory()
+        self._prepare_directory()  # the processes meet there
         checkpointer = Checkpointer(self.directory / "checkpoints", keep=training.keep)
         self.stack.callback(checkpointer.close)
         model = self.model.model_dump(mode="json")
@@ -257,6 +258,7 @@ class _Run:
                     f"training.steps is {training.steps} but {self.directory} is at step "
                     f"{start_step}: raise training.steps, or use another output_dir"
                 )
+        distributed.meet("state")
         writer = self._writer(start_step)
         reporter.on_start(self._info(state, start_step, resumed=restored is not None))
         if restored is not None:
@@ -274,6 +276,7 @@ class _Run:
             if compiled is None:
                 begun = time.perf_counter()
                 compiled = self.step_function.lower(state, batch).compile()
+                distributed.meet("compiled")
                 reporter.on_compile(time.perf_counter() - begun)
                 watch.restart_clock()
             state, metrics = compiled(state, batch)
@@ -368,6 +371,7 @@ class _Run:
 
     def validate(self, state: TrainState, step: int, writer: Any) -> float:
         """Mean loss over the validation batches, recorded and reported."""
+        assert self.validation_data is not None
         self.validation_data.reset()
         params = state.params if state.ema_params is None else state.ema_params
         total = weight = 0.0
@@ -376,7 +380,10 @@ class _Run:
                 break
             local = {name: value for name, value in local.items() if name != "row_ids"}
             batch = distributed.global_batch(local, self.batch_sharding, self.share)
-            metrics = jax.device_get(self.eval_function(params, batch))
+            if self.compiled_eval is None:
+                self.compiled_eval = self.eval_function.lower(params, batch).compile()
+                distributed.meet("compiled the validation")
+            metrics = jax.device_get(self.compiled_eval(params, batch))
             total += float(metrics["cross_entropy"]) * float(metrics["weight"])
             weight += float(metrics["weight"])
         loss = total / max(weight, 1.0)
@@ -417,6 +424,7 @@ class _Run:
         from jaxlab.inference import Generator, SamplingParams
 
         sample = self.config.sample
+        assert sample is not None
         if jax.device_count() > 1:
             params = checkpoints.load_params(model_dir, self.model)
         generator = Generator(self.module, params, self.tokenizer)

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -423,7 +424,10 @@ def _compiled_memory(
     """(memory by kind, total bytes a chip, the compiler's FLOPs); the first and last None if the
     compiler refused because the step does not fit."""
     try:
-        compiled = lowered.compile()
+        with warnings.catch_warnings():
+            # What is compiled for absent devices cannot be read back from jax's persistent cache.
+            warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation")
+            compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         required = _required_bytes(str(error))
         if required is None:

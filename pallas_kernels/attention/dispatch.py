@@ -38,6 +38,7 @@ class Call(NamedTuple):
     def run(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """The attention of these or of other queries, keys and values that suit the arguments."""
         if self.implementation == "pallas":
+            assert self.q_offset is not None  # pallas_tpu.unsupported saw to it
             return pallas_tpu.attention_pallas(q, k, v, self.spec, self.bounds, self.q_offset)
         if self.implementation == "cudnn":
             return cudnn_gpu.attention_cudnn(q, k, v, self.spec, self.bounds)

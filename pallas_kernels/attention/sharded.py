@@ -105,6 +105,7 @@ def sharded_attention(
     over_mesh = functools.partial(jax.shard_map, mesh=mesh, out_specs=queries, check_vma=False)
 
     if call.implementation == "pallas" and sequence_parts > 1:
+        assert call.q_offset is not None  # pallas_tpu.unsupported saw to it
         kernel = pallas_tpu.make_kernel(
             q.shape[1],
             k.shape[1],

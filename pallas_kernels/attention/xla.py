@@ -342,7 +342,7 @@ def _key_ranges(blocks, num_keys, bounds, spec, q_segments, kv_segments):
         low_k, high_k = kv_segments.min(-1).T[:, None, :], kv_segments.max(-1).T[:, None, :]
         needed = needed & (low_q <= high_k) & (low_k <= high_q)
         full = full & False  # finding the blocks inside one segment is not worth the while
-    needed, full = needed.any(0), full.all(0)
+    needed, full = needed.any(0), full.all(0)  # type: ignore[assignment]
 
     def ends(table):
         first = table.argmax(-1)
