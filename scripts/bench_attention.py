@@ -10,17 +10,18 @@ that does nothing else. Needs torch (extra `parity`).
 """
 
 import argparse
+import ctypes
 import dataclasses
 import functools
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -125,8 +126,10 @@ def median_times(shape: Shape, backward: bool, repeats: int) -> dict[str, float]
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def resident_bytes(field: str) -> int:
+    """`VmRSS` (now) or `VmHWM` (peak) of this process; Linux only."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def extra_memory(shape: Shape, library: str, backward: bool) -> int:
@@ -137,12 +140,14 @@ def extra_memory(shape: Shape, library: str, backward: bool) -> int:
 
 
 def print_extra_memory(shape: Shape, library: str, backward: bool) -> None:
-    tiny = dataclasses.replace(shape, batch=1, queries=300, keys=300)
+    tiny = dataclasses.replace(shape, batch=1, queries=min(shape.queries, 300), keys=300)
     CALLS[library](tiny, backward)()  # loads libraries and starts threads
     call = CALLS[library](shape, backward)
-    before = peak_bytes()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed does not serve the call
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident_bytes("VmRSS")
     call()
-    print(peak_bytes() - before)
+    print(resident_bytes("VmHWM") - before)
 
 
 def main() -> None:
@@ -183,8 +188,7 @@ def main() -> None:
             lines.append(line)
             print(line, flush=True)
     if options.markdown:
-        with open(options.markdown, "w") as file:
-            file.write("\n".join(lines) + "\n")
+        Path(options.markdown).write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Inputs for attention's tests, and the gradients they compare."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,11 @@ def packed_ids(time, batch=B, seed=1):
     return jnp.asarray(np.sort(ids, axis=1), jnp.int32)
 
 
-def output_and_gradients(function, q, k, v):
+# Compiling is most of the time of these tests, and this halves it; other tests compile as users do.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def output_and_gradients(function, q, k, v, jit=quick_jit):
     """`(out, dq, dk, dv)` in float32, for a random linear loss on the output."""
     shape = jax.eval_shape(function, q, k, v).shape
     weight = jnp.asarray(np.random.default_rng(7).normal(size=shape), jnp.float32)
@@ -28,5 +34,5 @@ def output_and_gradients(function, q, k, v):
         out = function(q, k, v).astype(jnp.float32)
         return jnp.sum(out * weight), out
 
-    (_, out), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    (_, out), gradients = jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
     return [x.astype(jnp.float32) for x in (out, *gradients)]

@@ -46,7 +46,7 @@ def compile_gradient(function, mesh, split, time, head_dim, segments=False, head
         ("v5e:2x2", 4096, 128, True, {"sliding_window": 1024, "logit_softcap": 50.0}),
         ("v5p:2x2x1", 32768, 128, True, {}),
         ("v6e:2x2", 32768, 64, True, {}),
-        ("v6e:2x2", 1000, 128, False, {"causal": False}),
+        pytest.param("v6e:2x2", 1000, 128, False, {"causal": False}, marks=pytest.mark.slow),
     ],
 )
 def test_heads_and_batch_split(topology, time, head_dim, segments, arguments):
@@ -70,7 +70,7 @@ def test_heads_and_batch_split(topology, time, head_dim, segments, arguments):
     assert compiled.memory_analysis().temp_size_in_bytes < max(2**22, logits / 16)
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("topology", ["v5e:2x2", pytest.param("v6e:2x2", marks=pytest.mark.slow)])
 def test_sequence_split(topology):
     mesh = tpu_mesh(topology, batch=2, sequence=2)
 

@@ -42,7 +42,6 @@ def check(sharded, inputs, arguments):
     ("sizes", "case"),
     [
         ({"batch": 2, "heads": 2}, "packed"),
-        ({"batch": 2, "heads": 2}, "lengths"),
         ({"heads": 2, "sequence": 2}, "packed"),
         ({"heads": 2, "sequence": 2}, "not causal"),
         ({"batch": 2, "sequence": 2}, "offset a row"),
@@ -61,13 +60,13 @@ def test_equals_unsharded(sizes, case):
     check(sharded, arrays(2, T, T, 4, 2), CASES[case])
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (8, 2), (12, 3)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (12, 3)])
 def test_fewer_key_heads_than_devices(heads, kv_heads):
     sharded = functools.partial(sharded_attention, mesh=mesh(heads=4), head_axis="heads")
     check(sharded, arrays(2, 40, 40, heads, kv_heads), {})
 
 
-@pytest.mark.parametrize("case", ["causal", "packed", "window"])
+@pytest.mark.parametrize("case", ["packed", "window"])
 def test_splash_attention_with_a_split_sequence(case, monkeypatch):
     """Each device runs the kernel with its own part of the mask (interpreted)."""
     monkeypatch.setattr(pallas_tpu, "INTERPRET", True)
