@@ -43,7 +43,7 @@ def chunked_cross_entropy(
     targets: Int[Array, "batch time"],
     mask: Num[Array, "batch time"] | None = None,
     *,
-    chunk_size: int = 256,
+    chunk_size: int = 128,
     z_loss: float = 0.0,
     shards: tuple[int, int] = (1, 1),
 ) -> tuple[Float[Array, ""], Metrics]:

@@ -27,7 +27,7 @@ def language_modeling(
     module: nn.Module,
     *,
     z_loss: float = 0.0,
-    chunk_size: int = 256,
+    chunk_size: int = 128,
     shards: tuple[int, int] = (1, 1),
 ) -> Objective:
     """Cross-entropy of the next token.

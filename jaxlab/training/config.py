@@ -45,7 +45,7 @@ class ObjectiveConfig(_Section):
         0.0, ge=0, description="Factor of the mean squared log-normaliser; 1e-4 is usual."
     )
     chunk_size: int = Field(
-        256, ge=1, description="Positions of a row whose logits are in memory at a time."
+        128, ge=1, description="Positions of a row whose logits are in memory at a time."
     )
 
 
