@@ -100,7 +100,10 @@ def check_rows(key, lengths, segment_ids) -> tuple[jax.Array | None, jax.Array |
                 f"lengths={values.tolist()}: each must be between 0 and the {num_keys} tokens of "
                 "key"
             )
-    return tuple(None if x is None else jnp.asarray(x) for x in (lengths, segment_ids))
+    return (
+        None if lengths is None else jnp.asarray(lengths),
+        None if segment_ids is None else jnp.asarray(segment_ids),
+    )
 
 
 def check_finite(**arrays) -> None:

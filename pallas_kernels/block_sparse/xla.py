@@ -28,9 +28,16 @@ class Spec(NamedTuple):
     logit_softcap: float | None
 
 
-# Measured on a 2-core x86-64 CPU with 1 MiB of L2 cache a core: tokens of keys in one product.
-WHOLE_TOKENS = 1024
-MASKED_TOKENS = 256
+class GroupTokens(NamedTuple):
+    """Tokens of keys met in one product: where no mask is needed, and where one may be."""
+
+    whole: int
+    masked: int
+
+
+# Measured on a 2-core x86-64 CPU with 1 MiB of L2 cache a core.
+FORWARD_GROUPS = GroupTokens(whole=1024, masked=128)
+BACKWARD_GROUPS = GroupTokens(whole=256, masked=128)
 
 
 def block_sparse_attention_xla(
@@ -61,7 +68,7 @@ def _attention_bwd(spec, saved, d_out):
 
     @jax.custom_batching.sequential_vmap
     def backward(query, key, value, block_mask, lengths, segment_ids, out, log_sum_exp, d_out):
-        rows = _Rows(query, key, value, block_mask, lengths, segment_ids, spec)
+        rows = _Rows(query, key, value, block_mask, lengths, segment_ids, spec, BACKWARD_GROUPS)
         return _backward(rows, out, log_sum_exp, d_out)
 
     gradients = backward(
@@ -81,7 +88,9 @@ def forward(query, key, value, block_mask, lengths, segment_ids, spec):
     # A batched loop bound would run every row as long as the longest, and copy what it carries.
     @jax.custom_batching.sequential_vmap
     def one(query, key, value, block_mask, lengths, segment_ids):
-        return _forward(_Rows(query, key, value, block_mask, lengths, segment_ids, spec))
+        return _forward(
+            _Rows(query, key, value, block_mask, lengths, segment_ids, spec, FORWARD_GROUPS)
+        )
 
     return one(query, key, value, block_mask, lengths, segment_ids)
 
@@ -92,13 +101,17 @@ class _Rows:
     A row is one block of queries of one head of one batch row: `B·H·NQ` of them, in that order.
     """
 
-    def __init__(self, query, key, value, block_mask, lengths, segment_ids, spec):
+    def __init__(self, query, key, value, block_mask, lengths, segment_ids, spec, tokens):
         self.spec, self.dtypes = spec, (query.dtype, key.dtype, value.dtype)
         self.batch, self.num_queries, self.num_heads, _ = query.shape
         self.num_keys, self.num_kv_heads = key.shape[1:3]
         self.query_blocks, self.key_blocks = block_mask.shape[2:]
         self.offset = self.num_keys - self.num_queries
         self.lengths = lengths
+        # Blocks of keys in a group, without a mask and with one.
+        self.group_sizes = tuple(
+            max(1, min(count // spec.block_size, self.key_blocks)) for count in tokens
+        )
         visible = visible_blocks(
             self.num_queries,
             self.num_keys,
@@ -134,7 +147,7 @@ class _Rows:
     def row_arguments(self):
         """What a row reads of its own: its number, its list, its counts."""
         count = self.batch * self.num_heads * self.query_blocks
-        largest = max(self.group_sizes())
+        largest = max(self.group_sizes)
         columns = self.lists.columns.reshape(count, -1)
         columns = jnp.pad(columns, ((0, 0), (0, largest)))  # a slice at the end stays inside
         return (
@@ -142,13 +155,6 @@ class _Rows:
             columns,
             self.lists.whole.reshape(-1),
             self.lists.total.reshape(-1),
-        )
-
-    def group_sizes(self):
-        """Blocks of keys met in one product: without a mask, with one."""
-        size = self.spec.block_size
-        return tuple(
-            max(1, min(tokens // size, self.key_blocks)) for tokens in (WHOLE_TOKENS, MASKED_TOKENS)
         )
 
     def place(self, row):
@@ -171,7 +177,7 @@ class _Rows:
         `[block_size, len(blocks)·block_size]`, is what of them the queries see.
         """
         _, _, base = self.place(row)
-        large, small = self.group_sizes()
+        large, small = self.group_sizes
 
         def unmasked(g, carry):
             group = jax.lax.dynamic_slice_in_dim(columns, g * large, large)
@@ -214,14 +220,13 @@ def _dot(equation, a, b):
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
 
 
-def _gather(x, blocks):
-    """Some of `[blocks, size, D]` under each other, `[len(blocks)·size, D]`.
+def _gather(x, blocks, axis=0):
+    """Some blocks of `[blocks, …]` after each other, joined along an axis of a block.
 
     Copied slice by slice: a gather would compute an index for every number.
     """
-    return jnp.concatenate(
-        [jax.lax.dynamic_index_in_dim(x, block, keepdims=False) for block in blocks]
-    )
+    parts = [jax.lax.dynamic_index_in_dim(x, block, keepdims=False) for block in blocks]
+    return jnp.concatenate(parts, axis)
 
 
 def _scatter_add(x, blocks, parts):
@@ -275,35 +280,42 @@ def _forward(rows):
 
 
 def _backward(rows, out, log_sum_exp, d_out):
+    """Gradients of query, key and value, five products a group, all on transposed logits.
+
+    With those, `[keys, queries]`, and with queries, keys and output gradients also kept transposed,
+    every product is one of arrays as they lie in memory.
+    """
     size, cap = rows.spec.block_size, rows.spec.logit_softcap
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     padding = ((0, 0), (0, 0), (0, rows.query_blocks * size - rows.num_queries))
-    delta = jnp.pad(delta.transpose(0, 2, 1), padding).reshape(-1, size, 1)
-    log_sum_exp = jnp.pad(log_sum_exp, padding, constant_values=jnp.inf).reshape(-1, size, 1)
+    delta = jnp.pad(delta.transpose(0, 2, 1), padding).reshape(-1, size)
+    log_sum_exp = jnp.pad(log_sum_exp, padding, constant_values=jnp.inf).reshape(-1, size)
     d_outs = rows.cut(d_out, rows.query_blocks)
+    keys_t = rows.keys.swapaxes(1, 2)
 
     def one_row(carry, args):
         query, d_out, log_sum_exp, delta, row, columns, whole, total = args
+        query_t, d_out_t = query.T, d_out.T
 
         def step(carry, blocks, seen):
-            dq, dk, dv = carry
-            keys, values = _gather(rows.keys, blocks), _gather(rows.values, blocks)
-            logits = rows.capped(_dot("qd,kd->qk", query, keys))
+            dq_t, dk, dv = carry
+            logits = rows.capped(_dot("kd,dq->kq", _gather(rows.keys, blocks), query_t))
             weights = jnp.exp(logits - log_sum_exp)
             if seen is not None:
-                weights = jnp.where(seen, weights, 0.0)
-            d_logits = weights * (_dot("qd,kd->qk", d_out, values) - delta)
+                weights = jnp.where(seen.T, weights, 0.0)
+            d_weights = _dot("kd,dq->kq", _gather(rows.values, blocks), d_out_t)
+            d_logits = weights * (d_weights - delta)
             if cap is not None:
                 # d/dx c·tanh(x/c) = 1 - tanh², from the capped value.
                 d_logits = d_logits * (1.0 - jnp.square(logits * (1.0 / cap)))
             d_logits = d_logits.astype(query.dtype)
-            dk = _scatter_add(dk, blocks, _dot("qk,qd->kd", d_logits, query))
-            dv = _scatter_add(dv, blocks, _dot("qk,qd->kd", weights.astype(d_out.dtype), d_out))
-            return dq + _dot("qk,kd->qd", d_logits, keys), dk, dv
+            dk = _scatter_add(dk, blocks, _dot("kq,qd->kd", d_logits, query))
+            dv = _scatter_add(dv, blocks, _dot("kq,qd->kd", weights.astype(d_out.dtype), d_out))
+            return dq_t + _dot("dk,kq->dq", _gather(keys_t, blocks, axis=1), d_logits), dk, dv
 
-        start = (jnp.zeros(query.shape, jnp.float32), *carry)
-        dq, dk, dv = rows.over_groups(row, columns, whole, total, step, start)
-        return (dk, dv), dq * rows.spec.scale
+        start = (jnp.zeros(query_t.shape, jnp.float32), *carry)
+        dq_t, dk, dv = rows.over_groups(row, columns, whole, total, step, start)
+        return (dk, dv), dq_t.T * rows.spec.scale
 
     start = (
         jnp.zeros(rows.keys.shape, jnp.float32),

@@ -32,9 +32,10 @@ def antidiagonal_block_scores(
 
     The attention map is cut in tiles of `stride x stride`; a tile's logit is the mean of the
     logits on its antidiagonal: with I and J counting tiles and r from 0 to `stride - 1`,
-    `scale / stride · Σ_r q[stride·I + stride - 1 - r] · k[stride·J + r]`. A softmax over the tiles that each row of tiles sees, its own included, and sums over the
-    `(block_size / stride)²` tiles of a block give the score: a full block of queries sums to
-    `block_size / stride`. This costs `1 / stride` of `q kᵀ`.
+    `scale / stride · Σ_r q[stride·I + stride - 1 - r] · k[stride·J + r]`. A softmax over the tiles
+    that each row of tiles sees, its own included, and sums over the `(block_size / stride)²` tiles
+    of a block give the score: a full block of queries sums to `block_size / stride`. This costs
+    `1 / stride` of `q kᵀ`.
 
     Tokens beyond a row's length are zeros in a tile that has real ones, and tiles of nothing else
     are neither rows nor columns. Tiles whose ranges of segments are apart do not see each other.
