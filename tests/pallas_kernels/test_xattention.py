@@ -85,7 +85,8 @@ def test_selection_from_golden_scores_is_exact(name, key):
     stem = re.match(r"B\d+_S\d+_C\d+_[a-z]+", key).group(0)
     scores, threshold = golden[f"{stem}_sums"], threshold_of(name, key)
     arguments = dict(causal=kind != "noncausal", offset=offset_blocks(golden, block_size))
-    np.testing.assert_array_equal(select_blocks(scores, threshold, **arguments), golden[key])
+    chosen = quick_jit(functools.partial(select_blocks, **arguments))(scores, threshold)
+    np.testing.assert_array_equal(chosen, golden[key])
     np.testing.assert_array_equal(
         select_blocks_reference(scores, threshold, **arguments), golden[key]
     )
@@ -228,7 +229,7 @@ def test_gradients_are_those_of_the_chosen_blocks():
     q, k, v = keys_of_few_blocks()
     scores = antidiagonal_block_scores(q, k, block_size=BLOCK, stride=STRIDE)
     mask = select_blocks(scores, 0.7)
-    assert not bool(mask[..., :, :].all(axis=(0, 1))[np.tril_indices(6)].all())
+    assert not np.asarray(mask)[..., *np.tril_indices(6)].all()
 
     def loss(q, k, v):
         return jnp.sum(jnp.sin(xattention(q, k, v, threshold=0.7, block_size=BLOCK, stride=STRIDE)))
@@ -238,34 +239,50 @@ def test_gradients_are_those_of_the_chosen_blocks():
         return jnp.sum(jnp.sin(out))
 
     got = quick_jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
-    for a, b in zip(got, jax.grad(expected, (0, 1, 2))(q, k, v), strict=True):
+    for a, b in zip(got, quick_jit(jax.grad(expected, (0, 1, 2)))(q, k, v), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
+@functools.cache
+def expected_alone(length):
+    """Output and chosen blocks of one row of so many tokens, by the references."""
+
+    def scores(q, k):
+        return antidiagonal_block_scores_reference(q, k, block_size=BLOCK, stride=STRIDE)
+
+    def out(q, k, v, mask):
+        return block_sparse_attention_reference(q, k, v, mask, block_size=BLOCK)[0]
+
+    scores, out = quick_jit(scores), quick_jit(out)
+
+    def function(q, k, v, threshold):
+        mask = select_blocks_reference(np.asarray(scores(q, k)), threshold)
+        return out(q, k, v, mask), mask
+
+    return function
 
 
 @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
 @hypothesis.given(
-    lengths=st.tuples(st.integers(0, TIME), st.integers(0, TIME)),
+    lengths=st.tuples(*[st.sampled_from([0, 1, 53, 64, TIME])] * 2),
     threshold=st.sampled_from([0.3, 0.6, 0.9]),
     seed=st.integers(0, 100),
 )
 def test_each_row_of_a_batch_is_as_if_alone(lengths, threshold, seed):
     """Without padding, in a batch of other rows, and whatever the padding holds."""
-    q, k, v = keys_of_few_blocks(seed)
-    lengths = np.array(lengths)
-    padding = (np.arange(TIME) >= lengths[:, None])[:, :, None, None]
-    inputs = [jnp.where(padding, 50.0, x) for x in (q, k, v)]
+    inputs = [np.array(x) for x in keys_of_few_blocks(seed)]
+    for x in inputs:
+        for row, length in zip(x, lengths, strict=True):
+            row[length:] = 50.0
     out, density = sparse(return_density=True)(
-        *inputs, threshold=threshold, lengths=jnp.asarray(lengths)
+        *(jnp.asarray(x) for x in inputs), threshold=threshold, lengths=jnp.array(lengths)
     )
+    out = np.asarray(out)
     for b, length in enumerate(lengths):
         np.testing.assert_array_equal(out[b, length:], 0.0)
         if length:
-            row = [x[b : b + 1, :length] for x in (q, k, v)]
-            scores = antidiagonal_block_scores_reference(
-                row[0], row[1], block_size=BLOCK, stride=STRIDE
-            )
-            mask = jnp.asarray(select_blocks_reference(np.asarray(scores), threshold))
-            expected, _ = block_sparse_attention_reference(*row, mask, block_size=BLOCK)
+            row = [jnp.asarray(x[b : b + 1, :length]) for x in inputs]
+            expected, mask = expected_alone(length)(*row, threshold)
             np.testing.assert_allclose(out[b, :length], expected[0], rtol=2e-5, atol=2e-5)
             blocks = mask.shape[2]
             share = mask.sum((2, 3)) / (blocks * (blocks + 1) / 2)
@@ -296,12 +313,11 @@ def test_scores_chunk_by_chunk(monkeypatch):
         segment_ids=jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (2, 234)))),
     )
     for chunk in (q, q[:, 4 * BLOCK :]):
-        np.testing.assert_allclose(
-            antidiagonal_block_scores(chunk, k, **arguments),
-            antidiagonal_block_scores_reference(chunk, k, **arguments),
-            rtol=0,
-            atol=2e-5,
+        got, expected = (
+            quick_jit(functools.partial(function, **arguments))(chunk, k)
+            for function in SCORES.values()
         )
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
 
 
 @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
