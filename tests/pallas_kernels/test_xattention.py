@@ -405,9 +405,7 @@ def test_forced_blocks_can_be_left_out():
     np.testing.assert_array_equal(sink, [[1, 0, 0], [1, 0, 0], [1, 0, 0]])
 
 
-def test_scores_of_the_future_cost_nothing():
-    """Half the sequence's tiles, and memory linear in it."""
-
+def test_memory_of_scoring_is_linear_in_the_sequence():
     def compiled(time):
         x = jax.ShapeDtypeStruct((1, time, 2, 64), jnp.float32)
         function = functools.partial(antidiagonal_block_scores, stride=8)
