@@ -60,7 +60,9 @@ def _attend_fwd(query, key, value, core_key, core_value, visible, spec):
 
 
 def _attend_bwd(spec, saved, d_out):
-    return *_backward(*saved, d_out, spec), None
+    query, key, value, core_key, core_value, visible, out, logsumexp = saved
+    grads = _backward(query, key, value, core_key, core_value, visible, out, logsumexp, d_out, spec)
+    return *grads, None
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)
@@ -99,7 +101,13 @@ def _visible_blocks(visible, size, count):
         x = _pad(jnp.asarray(x), 1, size * count)
         return x.reshape(x.shape[0], count, size).transpose(1, 0, 2)
 
-    return Visible(*(cut(x) for x in visible[:-1]), None)
+    return visible._replace(
+        segment_first=cut(visible.segment_first),
+        raw_first=cut(visible.raw_first),
+        raw_last=cut(visible.raw_last),
+        core_first=cut(visible.core_first),
+        core_last=cut(visible.core_last),
+    )
 
 
 def _ends(first, last, size):
