@@ -37,9 +37,8 @@ def cca_attention(
     token up to t once, the last s or more raw. A core is a group's keys and values averaged by the
     attention of its last query (`core_tokens`), and counts as one token. With `g = 1`, and up to
     `T < s + g`, this is full causal attention. Softmax statistics are float32, cores have the dtype
-    of keys and values. Time is
-    O(T·(s + T/g)); no array has more than O(T) elements per head. Differentiable in all three
-    arrays, through the cores and their weights too.
+    of keys and values. Time is O(T·(s + T/g)); no array has more than O(T) elements per head.
+    Differentiable in all three arrays, through the cores and their weights too.
 
     Groups count from the first token of each segment, after left padding; none crosses a border.
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import attention
+from pallas_kernels.cca import cca_attention
 from pallas_kernels.kv_shift import kv_shift, kv_shift_reference
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "kv_shifting"
@@ -91,6 +92,20 @@ def test_attention_in_bfloat16():
     golden = golden_file("mha_rope")
     out = shifted_attention(kv_shift, golden, *arguments(golden, jnp.bfloat16))
     np.testing.assert_allclose(np.asarray(out, np.float32), golden["out"], atol=2e-2, rtol=2e-2)
+
+
+def test_with_core_context_attention():
+    golden = golden_file("compose_with_cca")
+    q, k, v, w_k, w_v = arguments(golden)
+    positions, theta = jnp.arange(q.shape[1])[None], float(golden["rope_theta"])
+    out = cca_attention(
+        rotated(q, positions, theta),
+        rotated(kv_shift(k, w_k), positions, theta),
+        kv_shift(v, w_v),
+        group_size=int(golden["group_size"]),
+        window_size=int(golden["window_size"]),
+    )
+    np.testing.assert_allclose(out, golden["out"], atol=1e-5)
 
 
 def test_right_padding_leaves_outputs_and_tail_alone():
