@@ -236,6 +236,8 @@ def _locate(
         if isinstance(part, int):
             names[-1] += f"[{part}]"
             continue
+        if part.startswith("["):
+            continue  # the tag of a list among a union's members
         field = current.model_fields.get(leaf)
         members = _model_classes(field.annotation) if field else []
         tagged = [member for member in members if member.__name__ == part]
@@ -254,7 +256,7 @@ def _locate(
 def _model_classes(annotation: Any) -> list[type[pydantic.BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return [annotation]
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated, tuple):
         return [m for part in typing.get_args(annotation) for m in _model_classes(part)]
     return []
 
@@ -274,8 +276,10 @@ def _suggestion(
     close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
     if close:
         return f"did you mean `{prefix}{close[0]}`?"
-    elsewhere = [known for known in _all_keys(cls) if known.rpartition(".")[2] == leaf]
-    close = elsewhere[:1] or difflib.get_close_matches(key, list(_all_keys(cls)), n=1, cutoff=0.6)
+    # A key of another member of the same union looks like this very key.
+    others = [known for known in _all_keys(cls) if known != key]
+    elsewhere = [known for known in others if known.rpartition(".")[2] == leaf]
+    close = elsewhere[:1] or difflib.get_close_matches(key, others, n=1, cutoff=0.6)
     if close:
         return f"did you mean `{close[0]}`?"
     holder = f"`{prefix.rstrip('.')}`" if prefix else "the config"

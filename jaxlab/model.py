@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxlab import checkpoints
 from jaxlab.config import parse_config
 from jaxlab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
-from jaxlab.models import KVCache, ModelConfig, Transformer, init_cache
+from jaxlab.models import KVCache, ModelConfig, Transformer, init_cache, resolve_attention
 
 if TYPE_CHECKING:
     from jaxlab.inference import Generator
@@ -92,19 +92,24 @@ class Model:
         """An empty cache of so many rows and tokens a row; see `jaxlab.models.init_cache`."""
         return init_cache(self.config, batch_size, max_length, **options)
 
-    def extend(self, params: Params, cache: KVCache, tokens: Any) -> tuple[jax.Array, KVCache]:
+    def extend(
+        self, params: Params, cache: KVCache, tokens: Any, num_tokens: Any = None
+    ) -> tuple[jax.Array, KVCache]:
         """Append `tokens`, int32 `[B, T]`, to the cache's rows: `(logits [B, T, V], cache)`.
 
         Pure: the cache given stays valid, so a speculative block can be tried and thrown away.
-        Right-pad rows of different lengths, then `cache.rewind(true_lengths)`.
+        Right-pad rows of different lengths and say in `num_tokens`, int32 `[B]`, how many tokens of
+        each are real; the logits of the others mean nothing.
 
         Raises:
           PromptError: outside jit, if a row has no room for T more tokens.
         """
         tokens = jnp.asarray(tokens, jnp.int32)
-        cache.check_room(tokens.shape[1])
+        cache.check_room(tokens.shape[1] if num_tokens is None else num_tokens)
+        if num_tokens is not None:
+            num_tokens = jnp.broadcast_to(jnp.asarray(num_tokens, jnp.int32), tokens.shape[:1])
         with self.on_mesh():
-            return self._jitted_extend(params, cache, tokens)
+            return self._jitted_extend(params, cache, tokens, num_tokens)
 
     def generate(
         self,
@@ -228,21 +233,27 @@ def load(source: str | Path, *, mesh: jax.sharding.Mesh | None = None, **overrid
     if overrides:
         tree = {**config.model_dump(mode="json"), **overrides}
         config = parse_config(ModelConfig, tree, default_origin=f"load({str(source)!r})")
-    module = Transformer(config)
     shardings = None
     if mesh is not None:
         from jaxlab.training.sharding import param_shardings
 
-        shardings = param_shardings(module, mesh)
+        shardings = param_shardings(Transformer(config), mesh)
     tokenizer = load_tokenizer(path)
     check_vocabulary(tokenizer, config)
+    config = resolve_attention(config, tokenizer)
     params = checkpoints.load_params(
         path, config, shardings=shardings, param_dtype=config.param_dtype
     )
-    return Model(module, params, tokenizer, mesh=mesh)
+    return Model(Transformer(config), params, tokenizer, mesh=mesh)
 
 
 def _extend(
-    module: Transformer, params: Params, cache: KVCache, tokens: jax.Array
+    module: Transformer,
+    params: Params,
+    cache: KVCache,
+    tokens: jax.Array,
+    num_tokens: jax.Array | None,
 ) -> tuple[jax.Array, KVCache]:
-    return module.apply({"params": params}, tokens, cache=cache)  # type: ignore[return-value]
+    return module.apply(  # type: ignore[return-value]
+        {"params": params}, tokens, cache=cache, num_tokens=num_tokens
+    )

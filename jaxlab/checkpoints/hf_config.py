@@ -78,7 +78,10 @@ _HF_ACTIVATIONS = {
 }
 _LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
 # Fields that say how to run a model, not which model it is: config.json does not carry them.
-_RUN_FIELDS = {"attention", "dtype", "param_dtype", "remat"}
+_RUN_FIELDS = {"dtype", "param_dtype", "remat"}
+# Fields that transformers has no word for: under the key "jaxlab", which it ignores.
+_OWN_KEY = "jaxlab"
+_OWN_FIELDS = ("attention", "kv_shift")
 
 
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
@@ -136,26 +139,43 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
 
 def _fields(architecture: str, values: dict[str, Any]) -> dict[str, Any]:
     rope = _rope_parameters(values)
-    return {
-        "architecture": architecture,
-        "vocab_size": values["vocab_size"],
-        "hidden_size": values["hidden_size"],
-        "intermediate_size": values["intermediate_size"],
-        "num_layers": values["num_hidden_layers"],
-        "num_heads": values["num_attention_heads"],
-        "num_kv_heads": values.get("num_key_value_heads") or 0,
-        "head_dim": values.get("head_dim") or 0,
-        "max_position_embeddings": values["max_position_embeddings"],
-        "rope_theta": _rope_theta(values, rope),
-        "rope_scaling": _rope_scaling(values, rope),
-        "norm_eps": values.get("rms_norm_eps", 1e-6),
-        "activation": _activation(values),
-        "tie_word_embeddings": values.get("tie_word_embeddings", False),
-        "initializer_range": values.get("initializer_range", 0.02),
-        "bos_token_id": _single_id(values.get("bos_token_id")),
-        "eos_token_id": _ids(values.get("eos_token_id")),
-        "pad_token_id": _single_id(values.get("pad_token_id")),
-    } | _family_fields(architecture, values, rope)
+    return (
+        {
+            "architecture": architecture,
+            "vocab_size": values["vocab_size"],
+            "hidden_size": values["hidden_size"],
+            "intermediate_size": values["intermediate_size"],
+            "num_layers": values["num_hidden_layers"],
+            "num_heads": values["num_attention_heads"],
+            "num_kv_heads": values.get("num_key_value_heads") or 0,
+            "head_dim": values.get("head_dim") or 0,
+            "max_position_embeddings": values["max_position_embeddings"],
+            "rope_theta": _rope_theta(values, rope),
+            "rope_scaling": _rope_scaling(values, rope),
+            "norm_eps": values.get("rms_norm_eps", 1e-6),
+            "activation": _activation(values),
+            "tie_word_embeddings": values.get("tie_word_embeddings", False),
+            "initializer_range": values.get("initializer_range", 0.02),
+            "bos_token_id": _single_id(values.get("bos_token_id")),
+            "eos_token_id": _ids(values.get("eos_token_id")),
+            "pad_token_id": _single_id(values.get("pad_token_id")),
+        }
+        | _family_fields(architecture, values, rope)
+        | _own_fields(values)
+    )
+
+
+def _own_fields(values: dict[str, Any]) -> dict[str, Any]:
+    own = values.get(_OWN_KEY, {})
+    if not isinstance(own, dict):
+        raise CheckpointError(f"{_OWN_KEY!r} in config.json is {own!r}, not an object: remove it")
+    unknown = [key for key in own if key not in _OWN_FIELDS]
+    if unknown:
+        raise CheckpointError(
+            f"config.json has the key {_OWN_KEY}.{unknown[0]}, which this version does not know "
+            f"(known: {', '.join(_OWN_FIELDS)}): update jaxlab, or remove it"
+        )
+    return own
 
 
 def _family_fields(
@@ -351,6 +371,9 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
         (a sliding window in a Llama, say); the message lists them.
     """
     hf = _common_keys(config, dtype or config.param_dtype) | _family_keys(config)
+    own = config.model_dump(mode="json", include=set(_OWN_FIELDS), exclude_defaults=True)
+    if own:
+        hf[_OWN_KEY] = own
     _check_faithful(config, hf)
     return hf
 

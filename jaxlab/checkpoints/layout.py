@@ -14,6 +14,7 @@ import numpy as np
 from jaxlab.models.config import ModelConfig
 
 Path = tuple[str, ...]
+SHIFT_NAMES = ("key_shift", "value_shift")
 View = Callable[[np.ndarray], np.ndarray]
 
 
@@ -59,6 +60,8 @@ for _projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
         _HF_NAMES["layers", "attention", _projection, _leaf] = (
             f"model.layers.{{}}.self_attn.{_projection}.{_suffix}"
         )
+for _name in SHIFT_NAMES:  # ours: transformers has no such model, and leaves them aside
+    _HF_NAMES["layers", "attention", _name] = f"model.layers.{{}}.self_attn.{_name}"
 for _projection in ("gate_proj", "up_proj", "down_proj"):
     for _leaf, _suffix in (("kernel", "weight"), ("bias", "bias")):
         _HF_NAMES["layers", "mlp", _projection, _leaf] = (
@@ -92,6 +95,8 @@ for _leaf, _suffix in (("kernel", "weight"), ("bias", "bias")):
     _GPT_NEOX_NAMES["layers", "mlp", "down_proj", _leaf] = (
         f"gpt_neox.layers.{{}}.mlp.dense_4h_to_h.{_suffix}"
     )
+for _name in SHIFT_NAMES:
+    _GPT_NEOX_NAMES["layers", "attention", _name] = f"gpt_neox.layers.{{}}.attention.{_name}"
 for _leaf, _suffix in (("scale", "weight"), ("bias", "bias")):
     _GPT_NEOX_NAMES["layers", "attention_norm", _leaf] = (
         f"gpt_neox.layers.{{}}.input_layernorm.{_suffix}"
@@ -124,6 +129,10 @@ for _leaf, _suffix in (("kernel", "weight"), ("bias", "bias")):
         _GGUF_NAMES["layers", _group, _projection, _leaf] = f"blk.{{}}.{_name}.{_suffix}"
 
 
+for _name in SHIFT_NAMES:
+    _GGUF_NAMES["layers", "attention", _name] = f"blk.{{}}.attn_{_name}"
+
+
 def parameter_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
     """Shape of every parameter, without the layer axis, in the order files keep them in."""
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
@@ -144,6 +153,10 @@ def parameter_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
     if config.qk_norm:
         shapes["layers", "attention", "q_norm", "scale"] = (head_dim,)
         shapes["layers", "attention", "k_norm", "scale"] = (head_dim,)
+    if config.kv_shift is not None:
+        taps = 1 if config.kv_shift.constraint == "gate" else config.kv_shift.window
+        for name in config.kv_shift.shifted:
+            shapes["layers", "attention", f"{name}_shift"] = (kv_heads, taps)
     shapes["layers", "attention", "o_proj", "kernel"] = (heads, head_dim, hidden)
     if config.attention_out_bias:
         shapes["layers", "attention", "o_proj", "bias"] = (hidden,)

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxlab.checkpoints.gguf_model import IGNORED_TENSORS, config_from_gguf
 from jaxlab.checkpoints.hf_config import config_from_hf
-from jaxlab.checkpoints.layout import StoredParameter, gguf_layout, hf_layout
+from jaxlab.checkpoints.layout import SHIFT_NAMES, StoredParameter, gguf_layout, hf_layout
 from jaxlab.checkpoints.safetensors_file import SafetensorsFile
 from jaxlab.data.gguf_file import GGUFFile
 from jaxlab.data.tokenizers import Tokenizer, load_tokenizer
@@ -261,7 +261,10 @@ def _read_tree(
         if shardings is not None:
             for key in entry.path:
                 sharding = sharding[key]
-        array = _read_parameter(source, entry, names[entry.path], dtype, sharding)
+        if entry.path in names:
+            array = _read_parameter(source, entry, names[entry.path], dtype, sharding)
+        else:
+            array = _identity_shift(entry, config, sharding)
         node = params
         for key in entry.path[:-1]:
             node = node.setdefault(key, {})
@@ -282,7 +285,11 @@ def _check_tensors(
     for entry in layout:
         template = next((name for name in entry.names if name.format(0) in shapes), entry.names[0])
         layers = range(config.num_layers) if entry.stacked else (0,)
-        names[entry.path] = [template.format(layer) for layer in layers]
+        wanted = [template.format(layer) for layer in layers]
+        if entry.path[-1] in SHIFT_NAMES and not any(name in shapes for name in wanted):
+            _check_shift_can_start(source, config)
+            continue
+        names[entry.path] = wanted
         for name in names[entry.path]:
             if name not in shapes:
                 missing[name] = f"{name} {list(entry.stored_shape)}"
@@ -320,6 +327,25 @@ def _check_tensors(
     return names
 
 
+def _check_shift_can_start(source: _Source, config: ModelConfig) -> None:
+    assert config.kv_shift is not None
+    if config.kv_shift.init != "identity":
+        raise CheckpointError(
+            f"{source.label} holds no coefficients for kv_shift (init {config.kv_shift.init!r}), "
+            "and random ones would ruin a trained model: set kv_shift.init to 'identity' to start "
+            "from its unshifted attention, or leave kv_shift out"
+        )
+
+
+def _identity_shift(
+    entry: StoredParameter, config: ModelConfig, sharding: jax.sharding.Sharding | None
+) -> jax.Array:
+    """Coefficients that leave keys and values as they are, for a checkpoint that has none."""
+    taps = np.zeros((config.num_layers, *entry.shape), np.float32)
+    taps[..., -1] = 1.0
+    return jnp.asarray(taps) if sharding is None else jax.device_put(taps, sharding)
+
+
 def _read_parameter(
     source: _Source,
     entry: StoredParameter,
@@ -328,6 +354,8 @@ def _read_parameter(
     sharding: jax.sharding.Sharding | None,
 ) -> jax.Array:
     shape = (len(names), *entry.shape) if entry.stacked else entry.shape
+    if entry.path[-1] in SHIFT_NAMES:
+        dtype = np.dtype(np.float32)  # a few numbers, and long sums in their gradients
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         """The part `index` of the parameter, cast, in memory of its own."""

@@ -4,14 +4,15 @@
     [generation] = generator.generate("Once upon a time", SamplingParams(max_new_tokens=32))
 
 A prompt is read in blocks (`prefill`), then tokens are made one at a time, several per device call
-(`decode`). Rows of different lengths share a batch: each is right-padded, then rewound.
+(`decode`). Rows of different lengths share a batch: each is right-padded, and says how many of its
+tokens are real.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -222,8 +223,8 @@ class Generator:
                 f"the prompt holds token id {outside}, but the vocabulary is 0 … "
                 f"{config.vocab_size - 1}: encode it with the model's own tokenizer"
             )
-        context = config.max_position_embeddings
-        if len(ids) >= context:
+        context = config.context_limit
+        if context is not None and len(ids) >= context:
             raise PromptError(
                 f"the prompt has {len(ids)} tokens and the model's context is {context}, which "
                 f"leaves no room for new ones: shorten it to at most {context - 1} tokens"
@@ -243,10 +244,11 @@ class Generator:
         self, prompts: list[list[int]], sampling: list[SamplingParams], block: int
     ) -> Iterator[tuple[list[RowText], Timing]]:
         """Run one batch; yields its rows' state after every device call."""
-        context = self.module.config.max_position_embeddings
+        context = self.module.config.context_limit
         texts, budgets = [], []
         for ids, params in zip(prompts, sampling, strict=True):
-            budgets.append(min(params.max_new_tokens, context - len(ids)))
+            room = params.max_new_tokens if context is None else context - len(ids)
+            budgets.append(min(params.max_new_tokens, room))
             if params.stop and self.tokenizer is None:
                 raise PromptError("stop strings need a tokenizer: leave out stop, or give one")
             text = RowText(self.tokenizer, self.eos_token_ids, params.stop, budgets[-1])
@@ -364,10 +366,16 @@ def _extend(
     params: Params,
     cache: KVCache,
     tokens: jax.Array,
+    num_tokens: jax.Array,
     positions: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     return module.apply(  # type: ignore[return-value]
-        {"params": params}, tokens, positions, cache=cache, method="hidden_states"
+        {"params": params},
+        tokens,
+        positions,
+        cache=cache,
+        num_tokens=num_tokens,
+        method="hidden_states",
     )
 
 
@@ -389,7 +397,8 @@ def _prefill(
     index = start[:, None] + jnp.arange(tokens.shape[1])
     # Padding must not look like a longer text to what depends on length (dynamic rotary scaling).
     positions = jnp.minimum(index, lengths[:, None] - 1)
-    hidden, cache = _extend(module, params, cache, tokens, positions)
+    num_tokens = jnp.clip(lengths - start, 0, tokens.shape[1])
+    hidden, cache = _extend(module, params, cache, tokens, num_tokens, positions)
     here = lengths - 1 - start
     at = jnp.clip(here, 0, tokens.shape[1] - 1)[:, None, None]
     candidate = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
@@ -410,8 +419,8 @@ def _first_token(
     *,
     processors: Processors,
 ) -> _Rows:
-    """End the prefill: drop the padding from the cache and sample from the last token's logits."""
-    cache = cache.rewind(lengths).commit(lengths)
+    """End the prefill: the prompts are permanent; sample from each one's last token."""
+    cache = cache.commit(lengths)
     logits = _unembed(module, params, last)
     token = sample(logits, settings, lengths, presence, processors=processors)
     return _count(eos_token_ids, _Rows(cache, token, budgets, presence), budgets > 0)
@@ -444,10 +453,9 @@ def _decode(
     ) -> tuple[jax.Array, _Rows, jax.Array, jax.Array]:
         step, rows, tokens, counts = state
         active = rows.remaining > 0
-        before = rows.cache.lengths
-        hidden, cache = _extend(module, params, rows.cache, rows.token[:, None])
         # A finished row stays as it is, or it would run out of its slots.
-        cache = replace(cache, lengths=jnp.where(active, cache.lengths, before))
+        num_tokens = active.astype(jnp.int32)
+        hidden, cache = _extend(module, params, rows.cache, rows.token[:, None], num_tokens)
         logits = _unembed(module, params, hidden[:, 0])
         token = sample(logits, settings, cache.lengths, rows.presence, processors=processors)
         token = jnp.where(active, token, rows.token)

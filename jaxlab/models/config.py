@@ -6,6 +6,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from jaxlab.models.attention_config import (
+    FullAttention,
+    KVShiftConfig,
+    LayerAttention,
+    PatternConfig,
+    SepLLMAttention,
+    XAttention,
+)
+
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_neox"]
 LayerType = Literal["full", "sliding"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -43,15 +52,6 @@ class RopeScaling(_Frozen):
                 "the context in tokens that the model was first trained at"
             )
         return self
-
-
-class AttentionConfig(_Frozen):
-    """Which keys a query may see, and which implementation computes it."""
-
-    pattern: Literal["full"] = "full"
-    implementation: Literal["xla", "pallas", "cudnn"] | None = Field(
-        default=None, description="None picks the best one for the platform and the arguments."
-    )
 
 
 class ModelConfig(_Frozen):
@@ -102,7 +102,14 @@ class ModelConfig(_Frozen):
     layer_types: tuple[LayerType, ...] | None = None
     tie_word_embeddings: bool = False
 
-    attention: AttentionConfig = AttentionConfig()
+    attention: LayerAttention = Field(
+        default=FullAttention(),
+        description="The pattern of every layer, or a list with one a layer: full, sepllm, cca, "
+        "xattention.",
+    )
+    kv_shift: KVShiftConfig | None = Field(
+        default=None, description="Mix each key and value with those of the tokens before."
+    )
 
     dtype: DTypeName = Field(default="float32", description="Compute type.")
     param_dtype: DTypeName = Field(default="float32", description="Type of stored parameters.")
@@ -154,7 +161,98 @@ class ModelConfig(_Frozen):
             )
         if self.layer_types and "sliding" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types asks for sliding layers: set sliding_window (in tokens)")
+        self._check_attention()
         return self
+
+    def _check_attention(self) -> None:
+        if isinstance(self.attention, tuple) and len(self.attention) != self.num_layers:
+            raise ValueError(
+                f"attention has {len(self.attention)} entries for num_layers {self.num_layers}: "
+                "give one per layer, or one mapping for all"
+            )
+        patterns = {attention.pattern for attention in self._attentions} - {"full"}
+        if patterns and all(self.layer_windows):
+            raise ValueError(
+                f"attention.pattern {patterns.pop()!r} has no layer to work in: all have the "
+                f"sliding_window {self.sliding_window}; set sliding_window to null"
+            )
+        streaming, separators = set(), set()
+        for attention in self._attentions:
+            if isinstance(attention, SepLLMAttention):
+                window = attention.window
+                separators.add(attention.separators)
+                if isinstance(window, tuple) and len(window) != self.num_layers:
+                    raise ValueError(
+                        f"attention.window has {len(window)} entries for num_layers "
+                        f"{self.num_layers}: give one per layer, or one number for all"
+                    )
+                out = [
+                    i
+                    for i in attention.separators
+                    if isinstance(i, int) and not 0 <= i < self.vocab_size
+                ]
+                if out and isinstance(attention.separators, tuple):
+                    raise ValueError(
+                        f"attention.separators holds token id {out[0]}, but the vocabulary is "
+                        f"0 … {self.vocab_size - 1}"
+                    )
+            streaming.add(attention if _streams(attention) else None)
+            if isinstance(attention, XAttention):
+                self._check_xattention(attention)
+        if len(separators) > 1:
+            raise ValueError("attention.separators differs between layers: give all the same")
+        if len(streaming) > 1:
+            raise ValueError(
+                "attention.positions is 'cache' in some layers and not, or otherwise, in others: "
+                "a streaming cache is one for all layers"
+            )
+
+    def _check_xattention(self, attention: XAttention) -> None:
+        outside = [i for i in attention.dense_layers if not 0 <= i < self.num_layers]
+        if outside:
+            raise ValueError(
+                f"attention.dense_layers holds {outside[0]}, but layers are 0 … "
+                f"{self.num_layers - 1}"
+            )
+        threshold = attention.threshold
+        if isinstance(threshold, tuple):
+            sizes = {len(row) for row in threshold}
+            if len(threshold) != self.num_layers or sizes != {self.num_heads}:
+                raise ValueError(
+                    f"attention.threshold has {len(threshold)} rows of {sorted(sizes)} numbers; "
+                    f"give [layers][heads] = {self.num_layers} rows of {self.num_heads}"
+                )
+
+    @property
+    def _attentions(self) -> tuple[PatternConfig, ...]:
+        return self.attention if isinstance(self.attention, tuple) else (self.attention,)
+
+    @property
+    def layer_attention(self) -> tuple[PatternConfig, ...]:
+        """The attention of each layer, per-layer settings resolved to the layer's own.
+
+        A layer with the model's sliding window keeps it, and full attention within.
+        """
+        attentions = self._attentions
+        if len(attentions) == 1:
+            attentions *= self.num_layers
+        return tuple(
+            _of_layer(attention, i) if window is None else _within_window(attention)
+            for i, (attention, window) in enumerate(
+                zip(attentions, self.layer_windows, strict=True)
+            )
+        )
+
+    @property
+    def streaming(self) -> SepLLMAttention | None:
+        """The attention of a model whose caches stream with positions of their own, else None."""
+        attention = self._attentions[0]
+        return attention if isinstance(attention, SepLLMAttention) and _streams(attention) else None
+
+    @property
+    def context_limit(self) -> int | None:
+        """Tokens that a text can have; None where a streaming cache never sees a long position."""
+        return None if self.streaming is not None else self.max_position_embeddings
 
     @property
     def rotary_dim(self) -> int:
@@ -178,3 +276,22 @@ class ModelConfig(_Frozen):
     def replace(self, **changes: Any) -> ModelConfig:
         """A validated copy with some fields changed; nested sections may be given as dicts."""
         return ModelConfig.model_validate({**self.model_dump(), **changes})
+
+
+def _streams(attention: PatternConfig) -> bool:
+    return isinstance(attention, SepLLMAttention) and attention.streaming
+
+
+def _within_window(attention: PatternConfig) -> PatternConfig:
+    return attention if isinstance(attention, FullAttention) else FullAttention()
+
+
+def _of_layer(attention: PatternConfig, layer: int) -> PatternConfig:
+    if isinstance(attention, SepLLMAttention) and isinstance(attention.window, tuple):
+        return attention.model_copy(update={"window": attention.window[layer]})
+    if isinstance(attention, XAttention):
+        if layer in attention.dense_layers:
+            return FullAttention()
+        # Thresholds are data of the layer, not of the code it compiles to: see `layer_data`.
+        return attention.model_copy(update={"threshold": 0.0, "dense_layers": ()})
+    return attention

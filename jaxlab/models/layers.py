@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
+from jaxlab.models.attention_config import PatternConfig, XAttention
 from jaxlab.models.config import ModelConfig
 
 
@@ -11,6 +15,29 @@ class LayerKind(NamedTuple):
     """What is static about a layer and decides the code it compiles to."""
 
     window: int | None
+    attention: PatternConfig
+
+
+class TextInfo(NamedTuple):
+    """What every layer needs to know of the tokens it is given.
+
+    Attributes:
+      rope: cosines and sines of the tokens' positions, from `rope_table`.
+      segment_ids: int32 `[B, T]` of packed documents, 0 for padding, or None.
+      is_separator: bool `[B, T]`, where a layer's pattern asks for separators.
+      lengths: int32 `[B]`, tokens that each row's cache held before these; None without a cache.
+      num_tokens: int32 `[B]`, how many of the T tokens are real, the first ones; None: all.
+      used: int32 `[B]`, slots that a streaming cache has filled before these tokens.
+      slot_rope: as `rope`, of a streaming cache's slots `0 … S - 1`, `[1, S, R]`.
+    """
+
+    rope: tuple[jax.Array, jax.Array]
+    segment_ids: jax.Array | None = None
+    is_separator: jax.Array | None = None
+    lengths: jax.Array | None = None
+    num_tokens: jax.Array | None = None
+    used: jax.Array | None = None
+    slot_rope: tuple[jax.Array, jax.Array] | None = None
 
 
 class LayerGroup(NamedTuple):
@@ -27,7 +54,26 @@ class LayerGroup(NamedTuple):
 
 def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     """The kind of each layer, first to last."""
-    return tuple(LayerKind(window) for window in config.layer_windows)
+    return tuple(map(LayerKind, config.layer_windows, config.layer_attention))
+
+
+def layer_data(config: ModelConfig) -> dict[str, Any]:
+    """Arrays `[L, …]` of constants that differ between layers of one kind, by name."""
+    attentions = config.attention if isinstance(config.attention, tuple) else (config.attention,)
+    attentions *= config.num_layers // len(attentions)
+    if not any(isinstance(attention, XAttention) for attention in attentions):
+        return {}
+    rows = []
+    for layer, attention in enumerate(attentions):
+        threshold = attention.threshold if isinstance(attention, XAttention) else 1.0
+        if isinstance(threshold, str):
+            raise ValueError(
+                f"attention.threshold is the file {threshold!r}: `jaxlab.load` and `jaxlab train` "
+                "read it; elsewhere call `resolve_attention` first"
+            )
+        row = threshold[layer] if isinstance(threshold, tuple) else (threshold,) * config.num_heads
+        rows.append(row)
+    return {"threshold": jnp.asarray(rows, jnp.float32)}
 
 
 def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:

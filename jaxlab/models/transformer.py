@@ -22,12 +22,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxlab.models.attention import Attention
+from jaxlab.models.attention.sepllm import separator_mask
+from jaxlab.models.attention.slots import real_tokens
+from jaxlab.models.attention_config import FullAttention
 from jaxlab.models.cache import KVCache
 from jaxlab.models.config import ModelConfig
-from jaxlab.models.layers import LayerGroup, LayerKind, layer_groups, layer_kinds
+from jaxlab.models.layers import (
+    LayerGroup,
+    LayerKind,
+    TextInfo,
+    layer_data,
+    layer_groups,
+    layer_kinds,
+)
 from jaxlab.models.linear import Linear
 from jaxlab.models.norm import Norm
 from jaxlab.models.rope import rope_table
+from jaxlab.models.streaming import run_streaming
 
 Params = Any
 
@@ -78,11 +89,11 @@ class Block(nn.Module):
     kind: LayerKind
 
     @nn.compact
-    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], **attention_inputs: Any):
+    def __call__(self, x: jax.Array, text: TextInfo, **attention_inputs: Any):
         """`x [B, T, D]` to `(x, slots)`; see `Attention` for the inputs."""
         config = self.config
         attended, slots = Attention(config, self.kind, name="attention")(
-            Norm(config, name="attention_norm")(x), rope, **attention_inputs
+            Norm(config, name="attention_norm")(x), text, **attention_inputs
         )
         if config.post_norms:
             attended = Norm(config, name="attention_post_norm")(attended)
@@ -117,6 +128,7 @@ class Transformer(nn.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         *,
         cache: KVCache | None = None,
+        num_tokens: Int[Array, " B"] | None = None,
     ) -> Any:
         """Logits of the next token at every position.
 
@@ -127,11 +139,15 @@ class Transformer(nn.Module):
           segment_ids: int32 `[B, T]`; tokens attend only within equal ids, 0 marks padding.
           cache: append the tokens to each row of this cache and attend to what the row then holds.
             The caller makes sure of room (`KVCache.check_room`): under jit nothing can raise.
+          num_tokens: with a cache, int32 `[B]`: only so many tokens of each row are real, the first
+            ones; the rest is padding, its logits mean nothing. Default: all.
 
         Returns:
           Logits, float32 `[B, T, vocab_size]`; with a cache, `(logits, cache)`.
         """
-        hidden = self.hidden_states(tokens, positions, segment_ids, cache=cache)
+        hidden = self.hidden_states(
+            tokens, positions, segment_ids, cache=cache, num_tokens=num_tokens
+        )
         if cache is None:
             return self.unembed(hidden)
         hidden, cache = hidden
@@ -144,11 +160,14 @@ class Transformer(nn.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         *,
         cache: KVCache | None = None,
+        num_tokens: Int[Array, " B"] | None = None,
     ) -> Any:
         """As `__call__`, but what `unembed` reads: `[B, T, hidden_size]` after the final norm."""
         config = self.config
         if cache is not None and segment_ids is not None:
             raise ValueError("segment_ids cannot be used with a cache: give each document a row")
+        if cache is None and num_tokens is not None:
+            raise ValueError("num_tokens goes with a cache: use segment_ids, 0 for padding")
         if positions is None:
             positions = _default_positions(tokens, segment_ids, cache)
         x = jnp.take(self.embed, tokens, axis=0).astype(jnp.dtype(config.dtype))
@@ -156,16 +175,29 @@ class Transformer(nn.Module):
             # Rounded to the compute type first, as the checkpoints were trained.
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         x = nn.with_logical_constraint(x, ("batch", "length", "act_embed"))
-        rope = rope_table(config, positions)
+        is_separator = separator_mask(config, tokens)
+        text = TextInfo(
+            rope=rope_table(config, positions),
+            segment_ids=segment_ids,
+            is_separator=is_separator,
+            lengths=None if cache is None else cache.lengths,
+            num_tokens=num_tokens,
+        )
+        if cache is not None and cache.stream is not None:
+            assert is_separator is not None
+            run = partial(_run_layers, config, self.layers)
+            counts = real_tokens(num_tokens, x)
+            x, cache = run_streaming(config, run, x, is_separator, cache, counts)
+            return self.final_norm(x), cache
         if not self.is_initializing():  # layers declare their parameters themselves
-            x, slots = _run_layers(config, self.layers, x, rope, segment_ids, cache)
+            x, slots = _run_layers(config, self.layers, x, text, cache)
         hidden = self.final_norm(x)
         if self.is_initializing():
             self.unembed(hidden)
         if cache is None:
             return hidden
-        lengths = cache.lengths + tokens.shape[1]
-        return hidden, cache.replace(lengths=lengths, layers=slots)
+        added = tokens.shape[1] if num_tokens is None else num_tokens
+        return hidden, cache.advanced(added, slots)
 
     def unembed(self, hidden: Float[Array, "*rows D"]) -> Float32[Array, "*rows V"]:
         """Logits, float32 `[..., vocab_size]`, of `hidden [..., hidden_size]`, capped if so set."""
@@ -238,14 +270,16 @@ def _init_embedding(key: jax.Array, config: ModelConfig) -> Params:
 
 def _init_layers(key: jax.Array, config: ModelConfig) -> Params:
     """Boxed parameters of all layers, stacked. Every kind of layer has the same tree."""
-    block = Block(config, layer_kinds(config)[0], parent=None)
+    # The pattern does not matter to the parameters, so the simplest stands for all.
+    block = Block(config, LayerKind(None, FullAttention()), parent=None)
     x = jnp.zeros((1, 1, config.hidden_size), jnp.dtype(config.dtype))
-    rope = rope_table(config, jnp.zeros((1, 1), jnp.int32))
+    position = jnp.zeros((1, 1), jnp.int32)
+    text = TextInfo(rope_table(config, position), is_separator=position > 0)
 
     def init_one(layer_key: jax.Array) -> Params:
-        return nn.unbox(block.init(layer_key, x, rope)["params"])
+        return nn.unbox(block.init(layer_key, x, text)["params"])
 
-    boxes = jax.eval_shape(lambda k: block.init(k, x, rope)["params"], key)
+    boxes = jax.eval_shape(lambda k: block.init(k, x, text)["params"], key)
     stacked = jax.vmap(init_one)(jax.random.split(key, config.num_layers))
     return jax.tree.map(
         lambda box, array: nn.LogicallyPartitioned(array, ("layers", *box.names)),
@@ -271,20 +305,18 @@ def _run_layers(
     config: ModelConfig,
     layers: Params,
     x: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
-    segment_ids: jax.Array | None,
+    text: TextInfo,
     cache: KVCache | None,
 ) -> tuple[jax.Array, Any]:
     """The residual stream after all layers, and the cache's layers with the block appended."""
     if isinstance(layers, tuple):
-        return _run_unrolled(config, layers, x, rope, segment_ids, cache)
+        return _run_unrolled(config, layers, x, text, cache)
     if cache is not None and cache.unstacked:
         raise ValueError("an unstacked cache needs unstacked parameters: see unstack_layers")
     all_slots = []
     for index, group in enumerate(layer_groups(config)):
         slots = None if cache is None else cache.layers[index]
-        lengths = None if cache is None else cache.lengths
-        x, slots = _run_group(config, group, layers, x, rope, segment_ids, slots, lengths)
+        x, slots = _run_group(config, group, layers, x, text, slots)
         all_slots.append(slots)
     return x, tuple(all_slots)
 
@@ -294,10 +326,8 @@ def _run_group(
     group: LayerGroup,
     layers: Params,
     x: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
-    segment_ids: jax.Array | None,
+    text: TextInfo,
     slots: Any,
-    lengths: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     """Scan over the group's periods. The cache is carried, so that it is updated in place."""
     period = len(group.kinds)
@@ -306,14 +336,12 @@ def _run_group(
         array = array[group.start : group.start + group.num_layers]
         return array.reshape(group.repeats, period, *array.shape[1:])
 
-    def run_period(carry: tuple[jax.Array, Any], inputs: tuple[Params, jax.Array]):
-        (x, slots), (period_params, index) = carry, inputs
+    def run_period(carry: tuple[jax.Array, Any], inputs: tuple[Any, jax.Array]):
+        (x, slots), (period_inputs, index) = carry, inputs
         for position, kind in enumerate(group.kinds):
-            params = jax.tree.map(lambda a, p=position: a[p], period_params)
+            params, data = jax.tree.map(lambda a, p=position: a[p], period_inputs)
             layer_slots = None if slots is None else slots[position]
-            x, layer_slots = _apply_block(
-                config, kind, params, x, rope, segment_ids, layer_slots, index, lengths
-            )
+            x, layer_slots = _apply_block(config, kind, params, x, text, layer_slots, index, data)
             if slots is not None:
                 slots = (*slots[:position], layer_slots, *slots[position + 1 :])
         return (x, slots), None
@@ -323,7 +351,10 @@ def _run_group(
         run_period = jax.checkpoint(
             run_period, policy=_REMAT_POLICIES[config.remat], prevent_cse=False
         )
-    inputs = (jax.tree.map(split_periods, layers), jnp.arange(group.repeats))
+    inputs = (
+        jax.tree.map(split_periods, (layers, layer_data(config))),
+        jnp.arange(group.repeats),
+    )
     (x, slots), _ = jax.lax.scan(run_period, (x, slots), inputs)
     return x, slots
 
@@ -332,17 +363,17 @@ def _run_unrolled(
     config: ModelConfig,
     layers: tuple[Params, ...],
     x: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
-    segment_ids: jax.Array | None,
+    text: TextInfo,
     cache: KVCache | None,
 ) -> tuple[jax.Array, Any]:
     if cache is not None and not cache.unstacked:
         raise ValueError("unstacked parameters need a cache made with unstacked=True")
     all_slots = []
+    data = layer_data(config)
     for index, (kind, params) in enumerate(zip(layer_kinds(config), layers, strict=True)):
         slots = None if cache is None else cache.layers[index]
-        lengths = None if cache is None else cache.lengths
-        x, slots = _apply_block(config, kind, params, x, rope, segment_ids, slots, None, lengths)
+        here = {name: array[index] for name, array in data.items()}
+        x, slots = _apply_block(config, kind, params, x, text, slots, None, here)
         all_slots.append(slots)
     return x, tuple(all_slots)
 
@@ -352,19 +383,10 @@ def _apply_block(
     kind: LayerKind,
     params: Params,
     x: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
-    segment_ids: jax.Array | None,
+    text: TextInfo,
     slots: Any,
     layer: jax.Array | None,
-    lengths: jax.Array | None,
+    data: dict[str, jax.Array],
 ) -> tuple[jax.Array, Any]:
     block = Block(config, kind, parent=None)
-    return block.apply(
-        {"params": params},
-        x,
-        rope,
-        segment_ids=segment_ids,
-        slots=slots,
-        layer=layer,
-        lengths=lengths,
-    )
+    return block.apply({"params": params}, x, text, slots=slots, layer=layer, data=data)

@@ -187,7 +187,15 @@ def model_config(section: Any, *, vocab_size: int | None = None) -> ModelConfig:
     fields = section.model_dump(mode="json", exclude_unset=True, exclude={"source"})
     if section.source is not None:
         base = read_config(resolve(section.source))
-        tree = _merged(base.model_dump(mode="json"), fields)
+        base_fields = base.model_dump(mode="json")
+        if "attention" in fields:
+            # Another pattern has other keys, so it replaces what it does not resemble.
+            known, wanted = base_fields["attention"], fields["attention"]
+            if not isinstance(wanted, dict) or wanted.get("pattern", "full") != (
+                isinstance(known, dict) and known["pattern"]
+            ):
+                base_fields["attention"] = None
+        tree = _merged(base_fields, fields)
         # These follow from others; kept, the source's values would contradict an override.
         if "num_layers" in fields and "layer_types" not in fields:
             tree["layer_types"] = None

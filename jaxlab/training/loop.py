@@ -19,7 +19,14 @@ from jaxlab import checkpoints
 from jaxlab.data import make_pipeline, unigram_entropy
 from jaxlab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
 from jaxlab.errors import ConfigError, NonFiniteLossError, StorageError
-from jaxlab.models import ModelConfig, Transformer, abstract_params, init_params
+from jaxlab.models import (
+    ModelConfig,
+    Transformer,
+    XAttention,
+    abstract_params,
+    init_params,
+    resolve_attention,
+)
 from jaxlab.objectives import Objective, language_modeling
 from jaxlab.training import distributed
 from jaxlab.training.checkpoint import Checkpointer
@@ -533,6 +540,8 @@ def _resolve_model(
     tokenizer = load_tokenizer(config.tokenizer or source or "byte")
     model = model_config(config.model, vocab_size=int(tokenizer.vocab_size))
     check_vocabulary(tokenizer, model)
+    model = resolve_attention(model, tokenizer)
+    _check_trainable(model)
     if config.data.sequence_length > model.max_position_embeddings:
         raise ConfigError(
             f"data.sequence_length {config.data.sequence_length} is longer than the model's "
@@ -540,6 +549,16 @@ def _resolve_model(
             "rows, or lengthen the context"
         )
     return tokenizer, source, model
+
+
+def _check_trainable(model: ModelConfig) -> None:
+    patterns = [a for a in model.layer_attention if isinstance(a, XAttention)]
+    if patterns and not patterns[0].constant_mask:
+        raise ConfigError(
+            "attention.pattern 'xattention' chooses blocks by scores that pass no gradient; it is "
+            "made for prefill. Set attention.constant_mask: true to train with the choice as a "
+            "constant, or train with another pattern"
+        )
 
 
 def _objective(config: ExperimentConfig, module: Transformer, shards: tuple[int, int]) -> Objective:

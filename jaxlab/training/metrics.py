@@ -5,10 +5,13 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 
 from jaxlab.errors import StorageError
+from jaxlab.models.attention.cost import keys_met
 from jaxlab.models.config import ModelConfig
+from jaxlab.models.layers import layer_kinds
 
 # Peak bfloat16 operations per second of one device (dense), by the start of jax's `device_kind`.
 # Makers' published figures; the longest name that fits counts.
@@ -42,16 +45,14 @@ def train_flops_per_token(model: ModelConfig, params: Any, sequence_length: int)
     """Operations of a forward and a backward pass for one token, without rematerialisation.
 
     Six for each parameter that multiplies, and `6 · heads · head_dim · attended` for each layer's
-    attention, where a token attends to half the row on average, or to the window (PaLM,
-    arXiv:2204.02311, appendix B, halved because what a causal mask leaves out is no work).
+    attention, where `attended` is the mean of `keys_met` over the row (PaLM, arXiv:2204.02311,
+    appendix B, less what a mask leaves out).
     """
     multiplied = sum(leaf.size for leaf in jax.tree.leaves(params))
     if not model.tie_word_embeddings:  # a look-up multiplies nothing
         multiplied -= model.vocab_size * model.hidden_size
-    attended = sum(
-        sequence_length / 2 if window is None else min(window, sequence_length / 2)
-        for window in model.layer_windows
-    )
+    positions = np.arange(sequence_length)
+    attended = sum(float(keys_met(kind, positions).mean()) for kind in layer_kinds(model))
     return 6.0 * multiplied + 12.0 * model.num_heads * model.head_dim * attended
 
 

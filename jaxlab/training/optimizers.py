@@ -118,7 +118,8 @@ def trainable_mask(params: Any, only: Sequence[str] | None) -> Any:
     """A tree like `params` of booleans: whether a pattern of `only` matches the parameter.
 
     A pattern is a shell pattern of a path such as `layers/mlp/up_proj/kernel`, or of a part of the
-    tree that holds it: `lm_head`, `layers/attention/*`, `*/bias`. `None` matches everything.
+    tree that holds it: `lm_head`, `layers/attention/*`, `*/bias`. One word is found at any depth:
+    `attention`, `*_shift`. `None` matches everything.
 
     Raises:
       ConfigError: a pattern matches no parameter.
@@ -130,7 +131,8 @@ def trainable_mask(params: Any, only: Sequence[str] | None) -> Any:
     def matches(path: str, pattern: str) -> bool:
         parts = path.split("/")
         holders = ("/".join(parts[:end]) for end in range(1, len(parts) + 1))
-        return any(fnmatch.fnmatchcase(holder, pattern) for holder in holders)
+        named = parts if "/" not in pattern else []
+        return any(fnmatch.fnmatchcase(name, pattern) for name in (*holders, *named))
 
     for pattern in only:
         if not any(matches(path, pattern) for path in paths):
@@ -145,7 +147,9 @@ def trainable_mask(params: Any, only: Sequence[str] | None) -> Any:
 
 def _unmasked(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     def decayed(params: Any) -> Any:
-        kept = {"bias", "scale"} | (set() if config.decay_embeddings else {"embedding"})
+        kept = {"bias", "scale", "key_shift", "value_shift"}
+        if not config.decay_embeddings:
+            kept.add("embedding")
         return jax.tree_util.tree_map_with_path(
             lambda path, _: _path(path).rsplit("/", 1)[-1] not in kept, params
         )

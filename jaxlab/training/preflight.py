@@ -24,7 +24,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlab.data.tokenizers import load_tokenizer
 from jaxlab.errors import ConfigError, JaxlabError, MeshError
-from jaxlab.models import ModelConfig, Transformer, abstract_params, init_cache
+from jaxlab.models import (
+    ModelConfig,
+    SepLLMAttention,
+    Transformer,
+    abstract_params,
+    init_cache,
+)
 from jaxlab.objectives import language_modeling
 from jaxlab.training import roofline
 from jaxlab.training.config import ExperimentConfig, model_config
@@ -80,7 +86,7 @@ class Plan:
         if model.source is None and model.vocab_size is None:
             vocab_size = load_tokenizer(config.tokenizer_source).vocab_size
         return cls(
-            model=model_config(model, vocab_size=vocab_size),
+            model=_with_any_separators(model_config(model, vocab_size=vocab_size)),
             mesh=config.mesh,
             batch_size=config.data.batch_size,
             sequence_length=config.data.sequence_length,
@@ -92,6 +98,19 @@ class Plan:
             z_loss=config.objective.z_loss,
             chunk_size=config.objective.chunk_size,
         )
+
+
+def _with_any_separators(model: ModelConfig) -> ModelConfig:
+    """Which tokens are separators is data: any ids compile to the same, and need no tokenizer."""
+
+    def known(attention: Any) -> Any:
+        if not isinstance(attention, SepLLMAttention):
+            return attention
+        return attention.model_copy(update={"separators": (0,)})
+
+    if isinstance(model.attention, tuple):
+        return model.replace(attention=tuple(known(a) for a in model.attention))
+    return model.replace(attention=known(model.attention))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxlab.models import ModelConfig
+from jaxlab.models.attention.cost import cache_bytes, keys_met
+from jaxlab.models.layers import layer_kinds
 
 GIB = 1 << 30
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -94,19 +98,11 @@ def matmul_params(config: ModelConfig) -> int:
 def attention_flops(config: ModelConfig, queries: int, keys: int) -> float:
     """Operations of the two attention products of all layers for one row of causal attention.
 
-    `queries` new tokens at the end of `keys` tokens (the queries among them); a window bounds both.
+    `queries` new tokens at the end of `keys` tokens (the queries among them), by `keys_met`.
     """
-    total = 0.0
-    for window in config.layer_windows:
-        span = min(window or keys, keys)
-        before = keys - queries
-        if before >= span:  # every query sees a full window
-            pairs = float(queries * span)
-        else:
-            ramp = min(queries, span - before)  # queries that see everything before them
-            pairs = ramp * before + ramp * (ramp + 1) / 2 + (queries - ramp) * span
-        total += 4 * pairs * config.num_heads * config.head_dim
-    return total
+    positions = np.arange(keys - queries, keys)
+    pairs = sum(float(keys_met(kind, positions).sum()) for kind in layer_kinds(config))
+    return 4 * pairs * config.num_heads * config.head_dim
 
 
 def train_flops(config: ModelConfig, batch_size: int, sequence_length: int) -> float:
@@ -180,8 +176,7 @@ def decode_work(
     flops += batch_size * attention_flops(config, 1, context)
     width = _BYTES[config.dtype]
     rows = batch_size / (data * fsdp)
-    kv_tokens = sum(min(window or context, context) for window in config.layer_windows)
-    cache = rows * kv_tokens * 2 * config.num_kv_heads * config.head_dim * width / tensor
+    cache = rows * cache_bytes(config, 1, context) / tensor
     gathered = num_params / tensor * _BYTES[config.param_dtype]
     layer_output = rows * config.hidden_size * width
     network = {

@@ -26,18 +26,20 @@ def block_sparse_attention(
     causal: bool = True,
     lengths: jax.Array | np.ndarray | None = None,
     segment_ids: jax.Array | np.ndarray | None = None,
+    query_offset: jax.Array | int | None = None,
     scale: float | None = None,
     logit_softcap: float | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Softmax attention of each block of queries over the blocks of keys chosen for it.
 
-    Queries are the last T of the S tokens of the keys' sequence: query i stands at position
-    `p = S - T + i`. It sees key j if `block_mask[b, h, i // block_size, j // block_size]` and, of
-    what applies, `j <= p` (causal), `p < lengths[b]` and `j < lengths[b]`,
-    `segment_ids[b, p] == segment_ids[b, j]`. A query that sees nothing returns zeros and passes no
-    gradient. Blocks that are not chosen, or of which nothing is seen, cost nothing, forward or
-    backward; none that is chosen is ever dropped. The mask is a constant: no gradient to it.
+    Queries are the last T of the S tokens of the keys' sequence, or stand where `query_offset`
+    says: query i at position `p = S - T + i`. It sees key j if
+    `block_mask[b, h, i // block_size, j // block_size]` and, of what applies, `j <= p` (causal),
+    `p < lengths[b]` and `j < lengths[b]`, `segment_ids[b, p] == segment_ids[b, j]`. A query that
+    sees nothing returns zeros and passes no gradient. Blocks that are not chosen, or of which
+    nothing is seen, cost nothing, forward or backward; none that is chosen is ever dropped. The
+    mask is a constant: no gradient to it.
 
     Under `jax.vmap` the mapped rows run one after another; prefer the batch dimension.
 
@@ -51,6 +53,8 @@ def block_sparse_attention(
       causal: whether queries see only keys up to their own position.
       lengths: int32 `[B]`, tokens of key that are real, None for S; the rest is padding.
       segment_ids: int32 `[B, S]`, by key position; equal ids see each other.
+      query_offset: position of the first query among the keys, in place of S - T: an integer, which
+        may be traced, a multiple of block_size. For a cache of S slots that is not full.
       scale: of the logits, default `D**-0.5`.
       logit_softcap: c in `c · tanh(logits / c)`, applied after the scale.
       implementation: `"xla"` (anywhere), or None for the best that can run here.
@@ -64,7 +68,7 @@ def block_sparse_attention(
     """
     check_implementation(implementation)
     check_arrays(query, key, value)
-    check_blocks(query, key, block_size)
+    offset = check_blocks(query, key, block_size, query_offset)
     lengths, segment_ids = check_rows(key, lengths, segment_ids)
     blocks = (-(-query.shape[1] // block_size), -(-key.shape[1] // block_size))
     expected = (query.shape[0], query.shape[2], *blocks)
@@ -84,4 +88,6 @@ def block_sparse_attention(
         logit_softcap=logit_softcap,
     )
     block_mask = jnp.asarray(block_mask)
-    return block_sparse_attention_xla(query, key, value, block_mask, lengths, segment_ids, spec)
+    return block_sparse_attention_xla(
+        query, key, value, block_mask, lengths, segment_ids, offset, spec
+    )

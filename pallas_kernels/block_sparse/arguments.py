@@ -64,10 +64,24 @@ def check_arrays(query, key, value=None) -> None:
         )
 
 
-def check_blocks(query, key, block_size) -> None:
-    """A positive block size that divides the position of the first query."""
+def check_blocks(query, key, block_size, query_offset=None) -> jax.Array | int:
+    """A positive block size that divides the position of the first query, which it returns."""
     if not isinstance(block_size, int | np.integer) or block_size < 1:
         raise ValueError(f"block_size={block_size!r}: must be a positive int")
+    if query_offset is not None:
+        if jnp.shape(query_offset) or not jnp.issubdtype(
+            jnp.result_type(query_offset), jnp.integer
+        ):
+            raise ValueError(
+                f"query_offset is {jnp.result_type(query_offset)} {jnp.shape(query_offset)}: must "
+                "be one integer, the same for all rows"
+            )
+        if known(query_offset) and int(query_offset) % block_size:
+            raise ValueError(
+                f"query_offset={int(query_offset)}: must be a multiple of block_size={block_size}; "
+                "give the queries from the block's beginning on and drop their outputs"
+            )
+        return query_offset
     offset = key.shape[1] - query.shape[1]
     if offset % block_size:
         raise ValueError(
@@ -76,6 +90,7 @@ def check_blocks(query, key, block_size) -> None:
             f"{offset % block_size} queries before it too (pad query at the front) and drop their "
             "outputs"
         )
+    return offset
 
 
 def check_rows(key, lengths, segment_ids) -> tuple[jax.Array | None, jax.Array | None]:

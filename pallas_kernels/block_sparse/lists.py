@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -17,18 +18,19 @@ def visible_blocks(
     num_queries: int,
     num_keys: int,
     *,
+    offset: jax.Array | int,
     block_size: int,
     causal: bool,
     lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
 ) -> Visible:
-    """Arguments as `pallas_kernels.block_sparse_attention`.
+    """Arguments as `pallas_kernels.block_sparse_attention`; `offset` is the first query's position.
 
     Segments are told apart by their range of ids in a block: exact where ids are sorted, else some
     pairs of blocks count as visible that are not.
     """
-    offset = num_keys - num_queries
-    first = jnp.arange(-(-num_queries // block_size))[:, None] * block_size + offset
+    rows = jnp.arange(-(-num_queries // block_size))
+    first = rows[:, None] * block_size + offset
     column = jnp.arange(-(-num_keys // block_size)) * block_size
     real = jnp.asarray(num_keys) if lengths is None else lengths[:, None, None]
     some = (first < real) & (column < real)
@@ -41,7 +43,7 @@ def visible_blocks(
     some, whole = (x.reshape(-1, *x.shape[-2:]) for x in (some, whole))
     if segment_ids is not None:
         low, high = _segment_range(segment_ids, lengths, block_size)
-        of_rows = slice(offset // block_size, None)
+        of_rows = jnp.minimum(rows + offset // block_size, low.shape[1] - 1)
         low_q, high_q = low[:, of_rows, None], high[:, of_rows, None]
         low_k, high_k = low[:, None, :], high[:, None, :]
         some = some & (low_q <= high_k) & (low_k <= high_q)

@@ -47,52 +47,59 @@ def block_sparse_attention_xla(
     block_mask: Bool[Array, "B H NQ NK"],
     lengths: Int[Array, " B"] | None,
     segment_ids: Int[Array, "B S"] | None,
+    offset: Int[Array, ""] | int,
     spec: Spec,
 ) -> Float[Array, "B T H Dv"]:
     """Checked arguments only; see `pallas_kernels.block_sparse_attention`."""
-    return _attention(query, key, value, block_mask, lengths, segment_ids, spec)
+    return _attention(
+        query, key, value, block_mask, lengths, segment_ids, jnp.asarray(offset, jnp.int32), spec
+    )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attention(query, key, value, block_mask, lengths, segment_ids, spec):
-    return forward(query, key, value, block_mask, lengths, segment_ids, spec)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _attention(query, key, value, block_mask, lengths, segment_ids, offset, spec):
+    return forward(query, key, value, block_mask, lengths, segment_ids, offset, spec)[0]
 
 
-def _attention_fwd(query, key, value, block_mask, lengths, segment_ids, spec):
-    out, log_sum_exp = forward(query, key, value, block_mask, lengths, segment_ids, spec)
-    return out, (query, key, value, block_mask, lengths, segment_ids, out, log_sum_exp)
+def _attention_fwd(query, key, value, block_mask, lengths, segment_ids, offset, spec):
+    out, log_sum_exp = forward(query, key, value, block_mask, lengths, segment_ids, offset, spec)
+    return out, (query, key, value, block_mask, lengths, segment_ids, offset, out, log_sum_exp)
 
 
 def _attention_bwd(spec, saved, d_out):
-    query, key, value, block_mask, lengths, segment_ids, out, log_sum_exp = saved
+    query, key, value, block_mask, lengths, segment_ids, offset, out, log_sum_exp = saved
 
     @jax.custom_batching.sequential_vmap
-    def backward(query, key, value, block_mask, lengths, segment_ids, out, log_sum_exp, d_out):
-        rows = _Rows(query, key, value, block_mask, lengths, segment_ids, spec, BACKWARD_GROUPS)
+    def backward(
+        query, key, value, block_mask, lengths, segment_ids, offset, out, log_sum_exp, d_out
+    ):
+        rows = _Rows(
+            query, key, value, block_mask, lengths, segment_ids, offset, spec, BACKWARD_GROUPS
+        )
         return _backward(rows, out, log_sum_exp, d_out)
 
     gradients = backward(
-        query, key, value, block_mask, lengths, segment_ids, out, log_sum_exp, d_out
+        query, key, value, block_mask, lengths, segment_ids, offset, out, log_sum_exp, d_out
     )
     dtypes = (query.dtype, key.dtype, value.dtype)
     gradients = [x.astype(dtype) for x, dtype in zip(gradients, dtypes, strict=True)]
-    return (*gradients, None, None, None)
+    return (*gradients, None, None, None, None)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def forward(query, key, value, block_mask, lengths, segment_ids, spec):
+def forward(query, key, value, block_mask, lengths, segment_ids, offset, spec):
     """Output `[B,T,H,Dv]` and the logits' log-sum-exp, float32 `[B,H,T]` (+inf: saw nothing)."""
 
     # A batched loop bound would run every row as long as the longest, and copy what it carries.
     @jax.custom_batching.sequential_vmap
-    def one(query, key, value, block_mask, lengths, segment_ids):
+    def one(query, key, value, block_mask, lengths, segment_ids, offset):
         return _forward(
-            _Rows(query, key, value, block_mask, lengths, segment_ids, spec, FORWARD_GROUPS)
+            _Rows(query, key, value, block_mask, lengths, segment_ids, offset, spec, FORWARD_GROUPS)
         )
 
-    return one(query, key, value, block_mask, lengths, segment_ids)
+    return one(query, key, value, block_mask, lengths, segment_ids, offset)
 
 
 class _Rows:
@@ -101,12 +108,12 @@ class _Rows:
     A row is one block of queries of one head of one batch row: `B·H·NQ` of them, in that order.
     """
 
-    def __init__(self, query, key, value, block_mask, lengths, segment_ids, spec, tokens):
+    def __init__(self, query, key, value, block_mask, lengths, segment_ids, offset, spec, tokens):
         self.spec, self.dtypes = spec, (query.dtype, key.dtype, value.dtype)
         self.batch, self.num_queries, self.num_heads, _ = query.shape
         self.num_keys, self.num_kv_heads = key.shape[1:3]
         self.query_blocks, self.key_blocks = block_mask.shape[2:]
-        self.offset = self.num_keys - self.num_queries
+        self.offset = offset
         self.lengths = lengths
         # Blocks of keys in a group, without a mask and with one.
         self.group_sizes = tuple(
@@ -115,6 +122,7 @@ class _Rows:
         visible = visible_blocks(
             self.num_queries,
             self.num_keys,
+            offset=offset,
             block_size=spec.block_size,
             causal=spec.causal,
             lengths=lengths,

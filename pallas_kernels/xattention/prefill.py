@@ -23,6 +23,7 @@ def xattention(
     causal: bool = True,
     lengths: jax.Array | np.ndarray | None = None,
     segment_ids: jax.Array | np.ndarray | None = None,
+    query_offset: jax.Array | int | None = None,
     dense_tail_tokens: int = 0,
     scale: float | None = None,
     logit_softcap: float | None = None,
@@ -49,6 +50,7 @@ def xattention(
       causal: whether queries see only keys up to their own position.
       lengths: int32 `[B]`, tokens of key that are real, None for S.
       segment_ids: int32 `[B, S]`, by key position; equal ids see each other.
+      query_offset: position of the first query among the keys, default S - T; may be traced.
       dense_tail_tokens: so many of each row's last real tokens attend to all blocks (rounded up to
         blocks of queries).
       scale: of the logits, default `D**-0.5`.
@@ -67,7 +69,7 @@ def xattention(
       NotImplementedError: the named implementation cannot run here.
     """
     check_arrays(query, key, value)
-    check_blocks(query, key, block_size)
+    offset = check_blocks(query, key, block_size, query_offset)
     lengths, segment_ids = check_rows(key, lengths, segment_ids)
     shares = per_head_threshold(threshold, query.shape[0], query.shape[2])
     if dense_tail_tokens < 0:
@@ -80,6 +82,7 @@ def xattention(
         causal=causal,
         lengths=lengths,
         segment_ids=segment_ids,
+        query_offset=query_offset,
         scale=scale,
         pattern=pattern,
         implementation=implementation,
@@ -87,12 +90,13 @@ def xattention(
     visible = visible_blocks(
         query.shape[1],
         key.shape[1],
+        offset=offset,
         block_size=block_size,
         causal=causal,
         lengths=lengths,
         segment_ids=segment_ids,
     ).some[:, None]
-    first = (key.shape[1] - query.shape[1]) // block_size
+    first = offset // block_size
     rows, columns = jnp.arange(scores.shape[2])[:, None], jnp.arange(scores.shape[3])
     forced = jnp.zeros_like(visible)
     if causal:
@@ -111,6 +115,7 @@ def xattention(
         causal=causal,
         lengths=lengths,
         segment_ids=segment_ids,
+        query_offset=query_offset,
         scale=scale,
         logit_softcap=logit_softcap,
         implementation=implementation,

@@ -24,6 +24,7 @@ def antidiagonal_block_scores(
     causal: bool = True,
     lengths: jax.Array | np.ndarray | None = None,
     segment_ids: jax.Array | np.ndarray | None = None,
+    query_offset: jax.Array | int | None = None,
     scale: float | None = None,
     pattern: str = "antidiagonal",
     implementation: str | None = None,
@@ -51,6 +52,7 @@ def antidiagonal_block_scores(
       causal: whether tiles see only those up to their own position.
       lengths: int32 `[B]`, tokens of key that are real, None for S.
       segment_ids: int32 `[B, S]`, by key position.
+      query_offset: as `block_sparse_attention`.
       scale: of the logits, default `D**-0.5`.
       pattern: `"antidiagonal"`, or `"diagonal"` (of the tiles), the paper's ablation.
       implementation: `"xla"` (anywhere), or None for the best that can run here.
@@ -65,7 +67,7 @@ def antidiagonal_block_scores(
     """
     check_implementation(implementation)
     check_arrays(query, key)
-    check_blocks(query, key, block_size)
+    offset = check_blocks(query, key, block_size, query_offset)
     check_stride(block_size, stride)
     lengths, segment_ids = check_rows(key, lengths, segment_ids)
     if pattern not in PATTERNS:
@@ -79,7 +81,7 @@ def antidiagonal_block_scores(
         reverse=pattern == "antidiagonal",
     )
     query, key = jax.lax.stop_gradient((query, key))
-    return antidiagonal_block_scores_xla(query, key, lengths, segment_ids, spec)
+    return antidiagonal_block_scores_xla(query, key, lengths, segment_ids, offset, spec)
 
 
 def check_stride(block_size: int, stride: int) -> None:

@@ -35,6 +35,7 @@ def antidiagonal_block_scores_xla(
     key: Float[Array, "B S Hk D"],
     lengths: Int[Array, " B"] | None,
     segment_ids: Int[Array, "B S"] | None,
+    offset: Int[Array, ""] | int,
     spec: Spec,
 ) -> Float[Array, "B H NQ NK"]:
     """Checked arguments only; see `pallas_kernels.antidiagonal_block_scores`."""
@@ -43,7 +44,6 @@ def antidiagonal_block_scores_xla(
     group = num_heads // num_kv_heads
     stride, block_size = spec.stride, spec.block_size
     per_block = block_size // stride
-    offset = num_keys - num_queries
     lengths = jnp.full(batch, num_keys, jnp.int32) if lengths is None else lengths
     query_blocks, key_blocks = -(-num_queries // block_size), -(-num_keys // block_size)
 

@@ -218,7 +218,7 @@ def test_lists_hold_exactly_the_chosen_visible_blocks(causal):
     lengths, ids = jnp.array([53, 90]), packed_ids(TIME)
     mask = random_mask(heads=1)
     arguments = dict(block_size=BLOCK, causal=causal, lengths=lengths, segment_ids=ids)
-    visible = visible_blocks(TIME, TIME, **arguments)
+    visible = visible_blocks(TIME, TIME, offset=0, **arguments)
     tokens = np.asarray(visible_tokens(jnp.ones_like(mask), TIME, TIME, **arguments))
     padded = np.pad(tokens[:, 0], ((0, 0), (0, 6), (0, 6)))
     some = padded.reshape(2, 6, BLOCK, 6, BLOCK).any((2, 4))

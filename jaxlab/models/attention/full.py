@@ -1,8 +1,4 @@
-"""Dense causal attention, with an optional sliding window: the pattern `full`.
-
-A pattern is a module with two functions of this form. Keys arrive rotated and, where a model
-transforms them before attention, transformed.
-"""
+"""Dense causal attention, with an optional sliding window: the pattern `full`."""
 
 from __future__ import annotations
 
@@ -12,12 +8,22 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from jaxlab.models.attention.slots import Arrays, CacheSize
+from jaxlab.models.attention_config import FullAttention
 from jaxlab.models.config import ModelConfig
-from jaxlab.models.layers import LayerKind
+from jaxlab.models.layers import LayerKind, TextInfo
 from pallas_kernels import attention, sharded_attention
 from pallas_kernels.attention.cached import MAX_ROWS, cached_attention
+
+KEEPS_LESS = False
+
+
+def init_slots(config: ModelConfig, kind: LayerKind, size: CacheSize) -> Arrays:
+    """`key` and `value`, a slot for every position: `[B, max_length, Hk, D]`."""
+    shape = (size.batch, size.max_length, config.num_kv_heads, config.head_dim)
+    return {name: jnp.zeros(shape, size.dtype) for name in ("key", "value")}
 
 
 def attend(
@@ -27,17 +33,18 @@ def attend(
     *,
     config: ModelConfig,
     kind: LayerKind,
-    segment_ids: Int[Array, "B T"] | None,
+    text: TextInfo,
+    data: Arrays,
 ) -> Float[Array, "B T H D"]:
     """Attention of a whole text to itself: `[B, T, H, D]` from `[B, T, H | Hk, D]`."""
     options: dict[str, Any] = {
-        "segment_ids": segment_ids,
+        "segment_ids": text.segment_ids,
         "sliding_window": kind.window,
         "logit_softcap": config.attention_softcap,
         "scale": config.query_scale,
-        "implementation": config.attention.implementation,
+        "implementation": _implementation(kind),
     }
-    batch_axes, sequence_axis, head_axis = _mesh_axes(query.shape)
+    batch_axes, sequence_axis, head_axis = mesh_axes(query.shape)
     if not (batch_axes or sequence_axis or head_axis):
         return attention(query, key, value, **options)
     return sharded_attention(
@@ -55,26 +62,30 @@ def attend_cached(
     query: Float[Array, "B T H D"],
     key: Float[Array, "B T Hk D"],
     value: Float[Array, "B T Hk D"],
-    slots: dict[str, jax.Array],
+    slots: Arrays,
     layer: jax.Array | int | None,
-    lengths: Int[Array, " B"],
     *,
     config: ModelConfig,
     kind: LayerKind,
-) -> tuple[Float[Array, "B T H D"], dict[str, jax.Array]]:
+    text: TextInfo,
+    data: Arrays,
+) -> tuple[Float[Array, "B T H D"], Arrays]:
     """Append a block of T tokens to each row's slots and attend to everything the row then holds.
 
     Args:
       query, key, value: the block, `[B, T, H | Hk, D]`.
       slots: `{"key", "value"}`, `[B, S, Hk, D]`, or `[L, B, S, Hk, D]` of which `layer` is meant.
       layer: index into the leading axis, None if there is none.
-      lengths: int32 `[B]`, tokens each row holds before the block.
+      text: its `lengths` say how many tokens each row holds before the block. Tokens beyond its
+        `num_tokens` are written too, where the next block overwrites them.
 
     Returns:
       The block's attention `[B, T, H, D]`, and `slots` with the block written.
     """
     new = {"key": key, "value": value}
-    implementation = config.attention.implementation
+    lengths = text.lengths
+    assert lengths is not None
+    implementation = _implementation(kind)
     block_length, num_heads = query.shape[1:3]
     if (
         layer is None  # one array a layer is the layout for CPU
@@ -93,14 +104,14 @@ def attend_cached(
             scale=config.query_scale,
         )
         start = _known_after(output, lengths)
-        return output, {n: _write_block(slots[n], layer, start, new[n]) for n in slots}
+        return output, slots | {n: _write_block(slots[n], layer, start, new[n]) for n in new}
 
-    slots = {name: _write_block(slots[name], layer, lengths, new[name]) for name in slots}
-    here = slots
+    slots = write(slots, key, value, layer, lengths)
+    here = {name: slots[name] for name in new}
     if layer is not None:
         here = {
             name: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
-            for name, array in slots.items()
+            for name, array in here.items()
         }
     output = attention(
         query,
@@ -116,6 +127,24 @@ def attend_cached(
     return output, slots
 
 
+def write(
+    slots: Arrays,
+    key: jax.Array,
+    value: jax.Array,
+    layer: jax.Array | int | None,
+    lengths: jax.Array,
+) -> Arrays:
+    """`slots` with a block of keys and values `[B, T, Hk, D]` behind what each row holds."""
+    new = {"key": key, "value": value}
+    return slots | {name: _write_block(slots[name], layer, lengths, new[name]) for name in new}
+
+
+def _implementation(kind: LayerKind) -> str | None:
+    # Other patterns come here for their dense part, whose implementation they do not choose.
+    attention = kind.attention
+    return attention.implementation if isinstance(attention, FullAttention) else None
+
+
 def _known_after(output: jax.Array, lengths: jax.Array) -> jax.Array:
     """`lengths`, in a form that XLA cannot know before `output`.
 
@@ -125,7 +154,7 @@ def _known_after(output: jax.Array, lengths: jax.Array) -> jax.Array:
     return lengths + (output[:, 0, 0, 0] > jnp.inf).astype(lengths.dtype)
 
 
-def _mesh_axes(shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
+def mesh_axes(shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
     """The mesh axes that split batch, time and heads of a query, by the logical rules in force.
 
     An axis of one device splits nothing, nor does one that does not divide its dimension.
