@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlab.models.attention_config import PatternConfig, XAttention
+from jaxlab.models.attention_config import FullAttention, PatternConfig, XAttention
 from jaxlab.models.config import ModelConfig
 
 
@@ -15,7 +15,7 @@ class LayerKind(NamedTuple):
     """What is static about a layer and decides the code it compiles to."""
 
     window: int | None
-    attention: PatternConfig
+    attention: PatternConfig = FullAttention()
 
 
 class TextInfo(NamedTuple):

@@ -24,7 +24,6 @@ from jaxtyping import Array, Float, Float32, Int
 from jaxlab.models.attention import Attention
 from jaxlab.models.attention.sepllm import separator_mask
 from jaxlab.models.attention.slots import real_tokens
-from jaxlab.models.attention_config import FullAttention
 from jaxlab.models.cache import KVCache
 from jaxlab.models.config import ModelConfig
 from jaxlab.models.layers import (
@@ -271,7 +270,7 @@ def _init_embedding(key: jax.Array, config: ModelConfig) -> Params:
 def _init_layers(key: jax.Array, config: ModelConfig) -> Params:
     """Boxed parameters of all layers, stacked. Every kind of layer has the same tree."""
     # The pattern does not matter to the parameters, so the simplest stands for all.
-    block = Block(config, LayerKind(None, FullAttention()), parent=None)
+    block = Block(config, LayerKind(None), parent=None)
     x = jnp.zeros((1, 1, config.hidden_size), jnp.dtype(config.dtype))
     position = jnp.zeros((1, 1), jnp.int32)
     text = TextInfo(rope_table(config, position), is_separator=position > 0)

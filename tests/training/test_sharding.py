@@ -129,9 +129,9 @@ def test_optimizer_state_is_split_as_its_parameters_are():
         assert local < 0.55 * whole, name
 
 
-def run(mesh_config, devices, accumulate=1, remat="none"):
+def run(mesh_config, devices, accumulate=1, remat="none", model=MODEL):
     """Loss, gradient norm and parameters after two steps of plain descent."""
-    model = MODEL.replace(remat=remat)
+    model = model.replace(remat=remat)
     module = Transformer(model)
     mesh = make_mesh(mesh_config, devices)
     objective = language_modeling(module, chunk_size=4, z_loss=1e-3, shards=batch_shards(mesh))
@@ -194,6 +194,42 @@ def test_a_mesh_equals_one_device(one_device, mesh, accumulate, remat):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, want_params)
     if mesh.get("fsdp", 1) > 1:
         assert embedding.addressable_shards[0].data.size < embedding.size
+
+
+PATTERNS = {
+    "full": {},
+    "sepllm": {
+        "pattern": "sepllm",
+        "initial_tokens": 1,
+        "window": 3,
+        "separators": tuple(range(0, 63, 7)),
+    },
+    "cca": {"pattern": "cca", "group_size": 2, "window_size": 3},
+    "xattention": {
+        "pattern": "xattention",
+        "block_size": 4,
+        "stride": 2,
+        "threshold": 0.5,
+        "constant_mask": True,
+    },
+}
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_on_a_mesh_equals_one_device(pattern, shifted):
+    """Heads and sequence split at once, with two key heads for four parts; packed documents."""
+    if pattern == "full" and not shifted:
+        pytest.skip("above")
+    model = MODEL.replace(
+        num_layers=1, attention=PATTERNS[pattern], kv_shift={} if shifted else None
+    )
+    want_metrics, want_params = run(MeshConfig(), jax.devices()[:1], model=model)[0]
+    mesh = MeshConfig(data=1, tensor=2, sequence=2)
+    (metrics, params), _ = run(mesh, jax.devices(), remat="full", model=model)
+    for name, value in want_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, want_params)
 
 
 def test_chunks_do_not_move_rows_between_devices():
