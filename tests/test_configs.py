@@ -21,7 +21,9 @@ ROOT = Path(__file__).parent.parent
 TOPOLOGIES = {
     "quickstart": ("v5e:2x2", "v5p:2x2x1"),
     "smollm2_finetune": ("v5e:2x2", "v5p:2x2x1"),
+    "smollm2_cca": ("v5e:2x2", "v5p:2x2x1"),
     "pythia_160m": ("v5e:4x4", "v5p:2x2x4"),
+    "pythia_160m_sepllm": ("v5e:4x4", "v5p:2x2x4"),
     "qwen3_0_6b_pretrain": ("v5e:4x4", "v5p:2x2x4"),
     "gemma2_2b_pretrain": ("v5e:4x8", "v5p:2x4x4"),
     "llama3_8b_pretrain": (),  # below: v5p with the compiler's full effort; v5e, too large
@@ -71,6 +73,25 @@ def test_llama3_8b_trains_on_4x4x4_at_its_full_context() -> None:
     assert report.fits
     assert report.num_params == pytest.approx(8.03e9, rel=1e-3)
     assert report.roofline.bound == "compute"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shift", [(), ("model.kv_shift.window=2",)])
+@pytest.mark.parametrize("pattern", ["sepllm", "cca", "xattention"])
+def test_each_pattern_trains_8b_on_32k_tokens(pattern, shift, quick_compiler) -> None:
+    overrides = [
+        f"model.attention.pattern={pattern}",
+        "model.max_position_embeddings=32768",
+        "model.remat=full",
+        "data.sequence_length=32768",
+        "data.batch_size=64",
+        "training.accumulate=1",
+        *shift,
+    ]
+    if pattern == "xattention":
+        overrides.append("model.attention.constant_mask=true")
+    report = preflight(config("llama3_8b_pretrain", *overrides), "v5p:4x4x4", suggest=False)
+    assert report.fits
 
 
 def test_too_large_a_config_says_so_and_what_would_fit(capsys, quick_compiler) -> None:

@@ -62,6 +62,7 @@ class KVCache(flax.struct.PyTreeNode):
       stream: of a model whose cache streams (`config.streaming`), else None.
       max_length: tokens that a row has room for; a stream has no end, and does not look at it.
       max_pending: tokens of a row that can be pending at a time; None: all of them.
+      made_for: the attention and shift of the model it was made for; with others it would be wrong.
     """
 
     lengths: jax.Array
@@ -70,6 +71,7 @@ class KVCache(flax.struct.PyTreeNode):
     stream: StreamState | None = None
     max_length: int = flax.struct.field(pytree_node=False, default=0)
     max_pending: int | None = flax.struct.field(pytree_node=False, default=None)
+    made_for: Any = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def unstacked(self) -> bool:
@@ -108,6 +110,14 @@ class KVCache(flax.struct.PyTreeNode):
         if self.max_pending is not None:
             committed = jnp.maximum(committed, lengths - self.max_pending)
         return self.replace(lengths=lengths, committed=committed, layers=layers)
+
+    def check_model(self, config: ModelConfig) -> None:
+        """Raise `ValueError` if the cache was made for other attention than `config` has."""
+        if self.made_for != _attention_of(config):
+            raise ValueError(
+                "the cache was made for another attention (pattern, window, group size, shift …) "
+                f"than this model's, {config.attention!r}: make a new one with init_cache"
+            )
 
     def check_room(self, num_tokens: Any) -> None:
         """Raise `PromptError` if a row has no room for so many more tokens; silent under jit.
@@ -199,7 +209,12 @@ def init_cache(
         stream=_init_stream(config, batch_size),
         max_length=max_length,
         max_pending=max_pending if bounded else None,
+        made_for=_attention_of(config),
     )
+
+
+def _attention_of(config: ModelConfig) -> Any:
+    return config.layer_attention, config.layer_windows, config.kv_shift
 
 
 def _init_stream(config: ModelConfig, batch_size: int) -> StreamState | None:

@@ -165,6 +165,8 @@ class Transformer(nn.Module):
         config = self.config
         if cache is not None and segment_ids is not None:
             raise ValueError("segment_ids cannot be used with a cache: give each document a row")
+        if cache is not None:
+            cache.check_model(config)
         if cache is None and num_tokens is not None:
             raise ValueError("num_tokens goes with a cache: use segment_ids, 0 for padding")
         if positions is None:

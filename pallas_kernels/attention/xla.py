@@ -19,6 +19,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from pallas_kernels.attention.blocked import (
+    BLOCK_LOGITS,
+    BLOCK_SIZES,
+    Blocks,
+    cap_logits,
+    cut_keys,
+    cut_queries,
+    dot,
+    join_keys,
+    join_queries,
+    log_sum_exp,
+    logit_gradient,
+    pad_axis,
+    reciprocal,
+    row_delta,
+    safe_maximum,
+)
+
 
 class Spec(NamedTuple):
     """What is known when tracing."""
@@ -38,10 +56,6 @@ class Bounds(NamedTuple):
     kv_segment_ids: jax.Array | None = None
 
 
-# Measured on a 2-core x86-64 CPU with 1 MiB of L2 cache a core, by scripts/bench_attention.py: the
-# largest block whose logits, over batch and heads, number at most this; not above or below these.
-BLOCK_LOGITS = 2**20
-BLOCK_SIZES = (512, 256, 128)
 NARROW_ROWS = 64  # queries x heads up to which the narrow way is taken
 NARROW_CHUNK = 512  # keys it reads at a time
 
@@ -83,19 +97,6 @@ def _forward(q, k, v, bounds, spec):
     return _blocked_forward(q, k, v, bounds, spec)
 
 
-# -- pieces shared by both ways -------------------------------------------------------------------
-
-
-def _dot(equation, a, b):
-    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
-
-
-def _capped(logits, spec):
-    if spec.logit_softcap is None:
-        return logits
-    return spec.logit_softcap * jnp.tanh(logits * (1.0 / spec.logit_softcap))
-
-
 def _seen(spec, bounds, query_index, key_index, q_segments, kv_segments, num_keys=None):
     """Mask, broadcastable to `[B,T,S]`, of the keys seen; None if all are.
 
@@ -119,19 +120,6 @@ def _seen(spec, bounds, query_index, key_index, q_segments, kv_segments, num_key
     if q_segments is not None:
         masks.append(q_segments[:, :, None] == kv_segments[:, None, :])
     return functools.reduce(jnp.logical_and, masks) if masks else None
-
-
-def _safe(maximum):
-    """A row that has seen nothing has maximum -inf; subtract 0 from its logits instead."""
-    return jnp.where(maximum == -jnp.inf, 0.0, maximum)
-
-
-def _log_sum_exp(maximum, total):
-    return jnp.where(total > 0, maximum + jnp.log(jnp.where(total > 0, total, 1.0)), jnp.inf)
-
-
-def _reciprocal(total):
-    return jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
 
 
 # -- narrow: decoding ------------------------------------------------------------------------------
@@ -168,7 +156,7 @@ def _narrow_forward(q, k, v, bounds, spec):
             return jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
 
         key_index = start + jnp.arange(chunk)
-        logits = _capped(_dot("brd,bsd->brs", wide, part(keys)), spec)
+        logits = cap_logits(dot("brd,bsd->brs", wide, part(keys)), spec)
         seen = _seen(
             spec,
             bounds,
@@ -187,10 +175,10 @@ def _narrow_forward(q, k, v, bounds, spec):
         new_maximum = logits.max(-1, keepdims=True)
         if carry is not None:
             new_maximum = jnp.maximum(new_maximum, carry[1])
-        safe = _safe(new_maximum)
+        safe = safe_maximum(new_maximum)
         weights = jnp.exp(logits - safe)
         total = weights.sum(-1, keepdims=True)
-        mixed = _dot("brs,bsd->brd", weights.astype(v.dtype), part(values))
+        mixed = dot("brs,bsd->brd", weights.astype(v.dtype), part(values))
         if carry is not None:
             shrink = jnp.exp(carry[1] - safe)
             mixed, total = mixed + carry[0] * shrink, total + carry[2] * shrink
@@ -213,40 +201,14 @@ def _narrow_forward(q, k, v, bounds, spec):
             ranges.first[0], ranges.last[0], read_chunk, start
         )
 
-    out = mixed * _reciprocal(total)
+    out = mixed * reciprocal(total)
     out = out.reshape(batch, num_queries, num_kv_heads, group, num_kv_heads, v.shape[-1])
     out = jnp.einsum("btkgkd->btkgd", out).reshape(batch, num_queries, num_heads, v.shape[-1])
-    logsumexp = _log_sum_exp(maximum, total).reshape(batch, num_queries, num_kv_heads, group)
+    logsumexp = log_sum_exp(maximum, total).reshape(batch, num_queries, num_kv_heads, group)
     return out.astype(q.dtype), logsumexp.transpose(0, 2, 3, 1)
 
 
 # -- blocked: everything longer -------------------------------------------------------------------
-
-
-def _delta(out, d_out, num_kv_heads):
-    """`sum_d out·d_out`, float32 `[B,Hk,G,T]`: what the softmax's normaliser takes back."""
-    batch, time, heads, _ = out.shape
-    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-    return delta.reshape(batch, time, num_kv_heads, heads // num_kv_heads).transpose(0, 2, 3, 1)
-
-
-def _d_logits(weights, d_weights, delta, logits, spec):
-    """Gradient of the uncapped logits; `delta` broadcasts against `weights`."""
-    d_logits = weights * (d_weights - delta)
-    if spec.logit_softcap is not None:
-        # d/dx c·tanh(x/c) = 1 - tanh², from the capped value; masked logits are -inf with weight 0.
-        tanh = jnp.where(weights > 0, logits, 0.0) * (1.0 / spec.logit_softcap)
-        d_logits = d_logits * (1.0 - tanh * tanh)
-    return d_logits
-
-
-class Blocks(NamedTuple):
-    """How `[T, S]` is cut: `num_queries x num_keys` blocks of `query_size x key_size`."""
-
-    query_size: int
-    key_size: int
-    num_queries: int
-    num_keys: int
 
 
 def _cut(q, k):
@@ -256,45 +218,6 @@ def _cut(q, k):
     )
     query_size, key_size = min(size, num_queries), min(size, k.shape[1])
     return Blocks(query_size, key_size, -(-num_queries // query_size), -(-k.shape[1] // key_size))
-
-
-def _pad(x, axis, length):
-    if x is None or x.shape[axis] == length:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths)
-
-
-def _query_blocks(x, num_kv_heads, blocks):
-    """`[B,T,H,D]` to `[nq,B,Hk,G·bq,D]`, zero-padded: the rows of one key head in one matrix."""
-    batch, _, heads, dim = x.shape
-    x = _pad(x, 1, blocks.num_queries * blocks.query_size)
-    x = x.reshape(
-        batch, blocks.num_queries, blocks.query_size, num_kv_heads, heads // num_kv_heads, dim
-    )
-    x = x.transpose(1, 0, 3, 4, 2, 5)
-    return x.reshape(blocks.num_queries, batch, num_kv_heads, -1, dim)
-
-
-def _from_query_blocks(x, num_queries, group):
-    """Inverse of `_query_blocks`."""
-    count, batch, kv_heads, rows, dim = x.shape
-    x = x.reshape(count, batch, kv_heads, group, rows // group, dim).transpose(1, 0, 4, 2, 3, 5)
-    return x.reshape(batch, -1, kv_heads * group, dim)[:, :num_queries]
-
-
-def _key_blocks(x, blocks):
-    """`[B,S,Hk,D]` to `[nk,B,Hk,bk,D]`, zero-padded."""
-    batch, _, heads, dim = x.shape
-    x = _pad(x, 1, blocks.num_keys * blocks.key_size)
-    return x.reshape(batch, blocks.num_keys, blocks.key_size, heads, dim).transpose(1, 0, 3, 2, 4)
-
-
-def _from_key_blocks(x, num_keys):
-    """Inverse of `_key_blocks`."""
-    count, batch, heads, size, dim = x.shape
-    return x.transpose(1, 0, 3, 2, 4).reshape(batch, count * size, heads, dim)[:, :num_keys]
 
 
 def _segment_blocks(ids, size, count):
@@ -389,10 +312,10 @@ def _blocked_forward(q, k, v, bounds, spec):
     group = num_heads // num_kv_heads
     blocks = _cut(q, k)
     rows = (batch, num_kv_heads, group * blocks.query_size)
-    queries = _query_blocks(q * jnp.asarray(spec.scale, q.dtype), num_kv_heads, blocks)
+    queries = cut_queries(q * jnp.asarray(spec.scale, q.dtype), num_kv_heads, blocks)
     # Transposed once here, not once a block inside the loop.
-    keys_t = _key_blocks(k, blocks).swapaxes(-1, -2)
-    values = _key_blocks(v, blocks)
+    keys_t = cut_keys(k, blocks).swapaxes(-1, -2)
+    values = cut_keys(v, blocks)
     q_segments = _segment_blocks(bounds.segment_ids, blocks.query_size, blocks.num_queries)
     kv_segments = _segment_blocks(bounds.kv_segment_ids, blocks.key_size, blocks.num_keys)
     ranges = _key_ranges(blocks, num_keys, bounds, spec, q_segments, kv_segments)
@@ -402,7 +325,7 @@ def _blocked_forward(q, k, v, bounds, spec):
 
         def one_key_block(j, carry, masked):
             out, maximum, total = carry
-            logits = _capped(_dot("bkrd,bkds->bkrs", query, keys_t[j]), spec)
+            logits = cap_logits(dot("bkrd,bkds->bkrs", query, keys_t[j]), spec)
             seen = masked and _block_mask(
                 i, j, blocks, num_keys, bounds, spec, q_segments, kv_segments
             )
@@ -411,11 +334,11 @@ def _blocked_forward(q, k, v, bounds, spec):
                 logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
                 logits = logits.reshape(*rows, blocks.key_size)
             new_maximum = jnp.maximum(maximum, logits.max(-1))
-            safe = _safe(new_maximum) if masked else new_maximum
+            safe = safe_maximum(new_maximum) if masked else new_maximum
             weights = jnp.exp(logits - safe[..., None])
             shrink = jnp.exp(maximum - safe)
             total = total * shrink + weights.sum(-1)
-            mixed = _dot("bkrs,bksd->bkrd", weights.astype(v.dtype), values[j])
+            mixed = dot("bkrs,bksd->bkrd", weights.astype(v.dtype), values[j])
             return out * shrink[..., None] + mixed, new_maximum, total
 
         start = (
@@ -424,13 +347,13 @@ def _blocked_forward(q, k, v, bounds, spec):
             jnp.zeros(rows, jnp.float32),
         )
         out, maximum, total = _over_key_blocks(one_key_block, start, ranges, spec, bounds)
-        out = (out * _reciprocal(total)[..., None]).astype(q.dtype)
-        return out, _log_sum_exp(maximum, total)
+        out = (out * reciprocal(total)[..., None]).astype(q.dtype)
+        return out, log_sum_exp(maximum, total)
 
     out, logsumexp = jax.lax.map(one_query_block, (jnp.arange(blocks.num_queries), queries, ranges))
     logsumexp = logsumexp.reshape(-1, batch, num_kv_heads, group, blocks.query_size)
     logsumexp = jnp.moveaxis(logsumexp, 0, 3).reshape(batch, num_kv_heads, group, -1)
-    return _from_query_blocks(out, num_queries, group), logsumexp[..., :num_queries]
+    return join_queries(out, num_queries, group), logsumexp[..., :num_queries]
 
 
 def _blocked_backward(q, k, v, bounds, spec, out, logsumexp, d_out):
@@ -443,10 +366,10 @@ def _blocked_backward(q, k, v, bounds, spec, out, logsumexp, d_out):
     num_keys, num_kv_heads = k.shape[1:3]
     group = num_heads // num_kv_heads
     blocks = _cut(q, k)
-    queries = _query_blocks(q * jnp.asarray(spec.scale, q.dtype), num_kv_heads, blocks)
-    keys, values = _key_blocks(k, blocks), _key_blocks(v, blocks)
+    queries = cut_queries(q * jnp.asarray(spec.scale, q.dtype), num_kv_heads, blocks)
+    keys, values = cut_keys(k, blocks), cut_keys(v, blocks)
     keys_t = keys.swapaxes(-1, -2)
-    d_outs = _query_blocks(d_out, num_kv_heads, blocks)
+    d_outs = cut_queries(d_out, num_kv_heads, blocks)
     q_segments = _segment_blocks(bounds.segment_ids, blocks.query_size, blocks.num_queries)
     kv_segments = _segment_blocks(bounds.kv_segment_ids, blocks.key_size, blocks.num_keys)
     ranges = _key_ranges(blocks, num_keys, bounds, spec, q_segments, kv_segments)
@@ -454,7 +377,7 @@ def _blocked_backward(q, k, v, bounds, spec, out, logsumexp, d_out):
 
     def row_blocks(x):
         """`[B,Hk,G,T]` to `[nq,B,Hk,1,G·bq]`."""
-        x = _pad(x, 3, blocks.num_queries * blocks.query_size)
+        x = pad_axis(x, 3, blocks.num_queries * blocks.query_size)
         x = jnp.moveaxis(x.reshape(*x.shape[:3], blocks.num_queries, blocks.query_size), 3, 0)
         return x.reshape(blocks.num_queries, batch, num_kv_heads, 1, group * blocks.query_size)
 
@@ -464,7 +387,7 @@ def _blocked_backward(q, k, v, bounds, spec, out, logsumexp, d_out):
 
         def one_key_block(j, carry, masked):
             dq_t, dk, dv = carry
-            logits = _capped(_dot("bksd,bkdr->bksr", keys[j], query_t), spec)
+            logits = cap_logits(dot("bksd,bkdr->bksr", keys[j], query_t), spec)
             seen = masked and _block_mask(
                 i, j, blocks, num_keys, bounds, spec, q_segments, kv_segments
             )
@@ -473,11 +396,11 @@ def _blocked_backward(q, k, v, bounds, spec, out, logsumexp, d_out):
                     seen.swapaxes(1, 2)[:, None, :, None], logits.reshape(tile), -jnp.inf
                 ).reshape(logits.shape)
             weights = jnp.exp(logits - logsumexp)
-            d_weights = _dot("bksd,bkdr->bksr", values[j], d_out_t)
-            d_logits = _d_logits(weights, d_weights, delta, logits, spec).astype(q.dtype)
-            dv = dv.at[j].add(_dot("bksr,bkrd->bksd", weights.astype(v.dtype), d_out))
-            dk = dk.at[j].add(_dot("bksr,bkrd->bksd", d_logits, query))
-            return dq_t + _dot("bkds,bksr->bkdr", keys_t[j], d_logits), dk, dv
+            d_weights = dot("bksd,bkdr->bksr", values[j], d_out_t)
+            d_logits = logit_gradient(weights, d_weights, delta, logits, spec).astype(q.dtype)
+            dv = dv.at[j].add(dot("bksr,bkrd->bksd", weights.astype(v.dtype), d_out))
+            dk = dk.at[j].add(dot("bksr,bkrd->bksd", d_logits, query))
+            return dq_t + dot("bkds,bksr->bkdr", keys_t[j], d_logits), dk, dv
 
         dq_t = jnp.zeros(query_t.shape, jnp.float32)
         dq_t, dk, dv = _over_key_blocks(one_key_block, (dq_t, *carry), ranges, spec, bounds)
@@ -492,12 +415,12 @@ def _blocked_backward(q, k, v, bounds, spec, out, logsumexp, d_out):
             queries,
             d_outs,
             row_blocks(logsumexp),
-            row_blocks(_delta(out, d_out, num_kv_heads)),
+            row_blocks(row_delta(out, d_out, num_kv_heads)),
             ranges,
         ),
     )
     return (
-        _from_query_blocks(dq, num_queries, group),
-        _from_key_blocks(dk, num_keys),
-        _from_key_blocks(dv, num_keys),
+        join_queries(dq, num_queries, group),
+        join_keys(dk, num_keys),
+        join_keys(dv, num_keys),
     )

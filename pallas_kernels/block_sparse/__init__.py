@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.block_sparse.arguments import (
+from pallas_kernels.arguments import (
     check_arrays,
     check_blocks,
     check_implementation,

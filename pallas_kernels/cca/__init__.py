@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.block_sparse.arguments import check_arrays, check_implementation
+from pallas_kernels.arguments import check_arrays, check_implementation
+from pallas_kernels.attention.intervals import Spec, attend
 from pallas_kernels.cca.pooling import check_pooling, cores_of_row, groups_of_row, pool_groups
 from pallas_kernels.cca.reference import cca_attention_reference
 from pallas_kernels.cca.visibility import cca_mask, max_visible_cores, visible
-from pallas_kernels.cca.xla import Spec, attend
 
 __all__ = ["cca_attention", "cca_attention_reference", "cca_mask", "core_tokens", "pool_groups"]
 
@@ -73,15 +73,15 @@ def cca_attention(
     check_implementation(implementation)
     time, head_dim = query.shape[1], query.shape[3]
     scale = head_dim**-0.5 if scale is None else scale
-    seen = visible(time, group_size, window_size, segment_ids, lengths, starts)
+    seen, core_ends = visible(time, group_size, window_size, segment_ids, lengths, starts)
     count = max_visible_cores(time, group_size, window_size)
     core_key = core_value = None
     if count:
         core_key, core_value = cores_of_row(
-            query, key, value, seen.core_ends, count, group_size, pooling, core_heads, scale
+            query, key, value, core_ends, count, group_size, pooling, core_heads, scale
         )
     spec = Spec(sink_tokens, logit_softcap, scale)
-    return attend(query, key, value, core_key, core_value, seen._replace(core_ends=None), spec)
+    return attend(query, key, value, core_key, core_value, seen, spec)
 
 
 def core_tokens(

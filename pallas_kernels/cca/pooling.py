@@ -113,7 +113,7 @@ def cores_of_row(
 
 
 def groups_of_row(query, key, value, core_ends, count, group_size):
-    """Arguments of `pool_groups`, gathered; `core_ends` `[B, count]` as in `Visible`, or None."""
+    """Arguments of `pool_groups`, gathered; `core_ends` `[B, count]` as of `visible`, or None."""
     if core_ends is None:
         rows = count * group_size
 

@@ -1,27 +1,11 @@
 """Which core tokens and which raw tokens each query sees: two intervals, whatever the padding."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-
-class Visible(NamedTuple):
-    """Half-open intervals for each query, int32 `[B, T]` (`[1, T]` if all rows are alike).
-
-    Cores are counted along the row, over its segments; raw tokens are columns. `core_ends`
-    `[B, M]` is the column of each core's last token, or None if core n ends at `(n + 1)·g - 1`; a
-    core no query sees has none of its own and repeats column 0.
-    """
-
-    segment_first: jax.Array | np.ndarray  # column of the first token of the query's segment
-    raw_first: jax.Array | np.ndarray
-    raw_last: jax.Array | np.ndarray
-    core_first: jax.Array | np.ndarray
-    core_last: jax.Array | np.ndarray
-    core_ends: jax.Array | None
+from pallas_kernels.attention.intervals import Intervals
 
 
 def max_visible_cores(length: int, group_size: int, window_size: int) -> int:
@@ -36,14 +20,19 @@ def visible(
     segment_ids: jax.Array | None,
     lengths: jax.Array | None,
     starts: jax.Array | None,
-) -> Visible:
-    """The intervals; a padding token sees nothing."""
+) -> tuple[Intervals, jax.Array | None]:
+    """The intervals, the far list being the cores; a padding token sees nothing.
+
+    Also `core_ends` `[B, M]`, the column of each core's last token, or None if core n ends at
+    `(n + 1)·g - 1`; a core no query sees has none of its own and repeats column 0. Cores are
+    counted along the row, over its segments.
+    """
     cores = max_visible_cores(time, group_size, window_size)
     column = np.arange(time, dtype=np.int32)[None]
     if segment_ids is None and lengths is None and starts is None:
         seen = np.maximum(0, (column + 1 - window_size) // group_size)
         zero = np.zeros_like(column)
-        return Visible(zero, group_size * seen, column + 1, zero, seen, None)
+        return Intervals(zero, group_size * seen, column + 1, zero, seen), None
 
     batch = next(len(x) for x in (segment_ids, lengths, starts) if x is not None)
     first = jnp.zeros((batch, time), jnp.int32)
@@ -70,9 +59,8 @@ def visible(
     core_ends = jnp.zeros((batch, cores), jnp.int32)
     core_ends = core_ends.at[jnp.arange(batch)[:, None], slot].set(column, mode="drop")
     raw_last = jnp.where(real, column + 1, 0)
-    return Visible(
-        first, first + group_size * seen, raw_last, core_first, core_first + seen, core_ends
-    )
+    intervals = Intervals(first, first + group_size * seen, raw_last, core_first, core_first + seen)
+    return intervals, core_ends
 
 
 def cca_mask(time: int, group_size: int, window_size: int) -> Bool[np.ndarray, "T columns"]:

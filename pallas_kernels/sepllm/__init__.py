@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.block_sparse.arguments import check_arrays, check_implementation, known
+from pallas_kernels.arguments import check_arrays, check_implementation, known
 from pallas_kernels.sepllm.reference import sepllm_attention_reference
 from pallas_kernels.sepllm.visibility import Retention, kv_retention, sepllm_mask
 from pallas_kernels.sepllm.xla import sepllm_attention_xla

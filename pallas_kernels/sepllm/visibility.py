@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from pallas_kernels.cca.visibility import Visible
+from pallas_kernels.attention.intervals import Intervals
 
 
 class Compact(NamedTuple):
@@ -52,7 +52,7 @@ def visible(
     segment_ids: jax.Array | None,
     starts: jax.Array | None,
     capacity: int,
-) -> tuple[Visible, Compact]:
+) -> tuple[Intervals, Compact]:
     """Intervals of raw tokens (the window) and of the compact list, for each query."""
     batch, time = is_separator.shape
     column = jnp.arange(time, dtype=jnp.int32)[None]
@@ -73,7 +73,7 @@ def visible(
     entry_last = jnp.where(real & (behind >= first), entry_last, entry_first)
     raw_first = jnp.maximum(first, behind + 1)
     raw_last = jnp.where(real, column + 1, 0)
-    intervals = Visible(first, raw_first, raw_last, entry_first, entry_last, None)
+    intervals = Intervals(first, raw_first, raw_last, entry_first, entry_last)
     return intervals, Compact(columns, through[:, -1])
 
 
@@ -131,7 +131,7 @@ def kv_retention(
         kept = total
     else:
         seen, _ = visible(is_separator, window, initial_tokens, lengths, None, starts, time)
-        kept = (seen.raw_last - seen.raw_first) + (seen.core_last - seen.core_first)
+        kept = (seen.raw_last - seen.raw_first) + (seen.far_last - seen.far_first)
         kept = jnp.where(real, kept, 0)
     last = jnp.max(jnp.where(real, column, 0), axis=1, keepdims=True)
 

@@ -10,7 +10,7 @@ compact array flow back through the gather.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cca.xla import Spec, attend
+from pallas_kernels.attention.intervals import Spec, attend
 from pallas_kernels.sepllm.visibility import visible
 
 

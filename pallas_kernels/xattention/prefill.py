@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from pallas_kernels.arguments import check_arrays, check_blocks, check_rows
 from pallas_kernels.block_sparse import block_sparse_attention
-from pallas_kernels.block_sparse.arguments import check_arrays, check_blocks, check_rows
 from pallas_kernels.block_sparse.lists import visible_blocks
 from pallas_kernels.xattention.scores import antidiagonal_block_scores
 from pallas_kernels.xattention.selection import choose, per_head_threshold

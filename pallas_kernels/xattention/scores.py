@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from pallas_kernels.block_sparse.arguments import (
+from pallas_kernels.arguments import (
     check_arrays,
     check_blocks,
     check_finite,

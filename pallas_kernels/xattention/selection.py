@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_kernels.block_sparse.arguments import known
+from pallas_kernels.arguments import known
 
 
 def select_blocks(

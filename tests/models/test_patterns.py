@@ -221,6 +221,43 @@ def test_xattention_of_a_model(threshold):
     )
 
 
+def test_xattention_reads_a_prompt_in_blocks_as_in_one_piece():
+    """Blocks of whole blocks choose as the whole text does; a single token sees everything."""
+    model = Case(ModelConfig(**TINY, attention=XATTENTION, kv_shift={}))
+    kernel = model.running["layers"][0]["attention"]["q_proj"]["kernel"]
+    for layer in model.running["layers"]:
+        layer["attention"]["q_proj"]["kernel"] = kernel * 200
+    tokens = random_tokens(2, 41)
+    whole = model.apply(model.running, tokens[:, :40])
+    cache, outputs = model.cache(2, 64), []
+    for start in range(0, 40, 8):
+        logits, cache = model.extend(cache, tokens[:, start : start + 8])
+        outputs.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(outputs, 1), whole, atol=TOLERANCE)
+    dense = Transformer(model.config.replace(attention={}))
+    everything = dense.apply({"params": model.running}, tokens[:, :8])
+    np.testing.assert_allclose(outputs[0], everything, atol=TOLERANCE)
+    assert (
+        float(
+            jnp.abs(
+                outputs[-1] - dense.apply({"params": model.running}, tokens[:, :40])[:, 32:]
+            ).max()
+        )
+        > 1e-3
+    )
+    # Not at a block's beginning: dense, over keys that the sparse layers made.
+    _, cache = model.extend(cache, tokens[:, 40:])
+    logits, _ = model.extend(cache, tokens[:, :8])
+    assert bool(jnp.isfinite(logits).all())
+
+
+def test_a_cache_is_of_one_attention_only():
+    cache = init_cache(CONFIGS["cca"], 1, 32)
+    other = Transformer(CONFIGS["cca"].replace(attention=CCA | {"group_size": 2}))
+    with pytest.raises(ValueError, match="made for another attention"):
+        other.apply({"params": case("cca").params}, random_tokens(1, 2), cache=cache)
+
+
 STREAM = SEPLLM | {
     "positions": "cache",
     "initial_tokens": 2,

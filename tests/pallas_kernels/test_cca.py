@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import attention_reference
+from pallas_kernels.attention import attention_reference, intervals
 from pallas_kernels.cca import (
     cca_attention,
     cca_attention_reference,
     cca_mask,
     core_tokens,
     pool_groups,
-    xla,
 )
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "cca"
@@ -36,7 +35,7 @@ IMPLEMENTATIONS = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks small enough that these rows are cut into several, of both kinds."""
-    monkeypatch.setattr(xla, "BLOCK_SIZES", (8,))
+    monkeypatch.setattr(intervals, "BLOCK_SIZES", (8,))
 
 
 def golden_file(name):

@@ -57,6 +57,11 @@ def _with_ids(attention: SepLLMAttention, config: ModelConfig, tokenizer: Any) -
         found = separator_ids(tokenizer, characters=strings, rule="exact")
         ids = tuple(sorted({*(i for i in separators if isinstance(i, int)), *found}))
     ids = tuple(i for i in ids if i < config.vocab_size)
+    if config.pad_token_id in ids and config.pad_token_id not in config.eos_token_ids:
+        raise ConfigError(
+            f"attention.separators holds the padding token {config.pad_token_id}: padding would "
+            "stay visible for ever; leave it out, or set pad_token_id to another token"
+        )
     return attention.model_copy(update={"separators": ids})
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxlab.models.attention import full
 from jaxlab.models.attention.sharded import over_mesh
-from jaxlab.models.attention.slots import Arrays, CacheSize
+from jaxlab.models.attention.slots import Arrays, CacheSize, on_layer, real_tokens
 from jaxlab.models.attention_config import XAttention
 from jaxlab.models.config import ModelConfig
 from jaxlab.models.layers import LayerKind, TextInfo

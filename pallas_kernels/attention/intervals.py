@@ -1,9 +1,11 @@
-"""Core context aware attention in plain XLA operations: blocked, one softmax over both kinds.
+"""Attention where each query sees two intervals: of raw tokens, and of a shorter far list.
 
-A block of queries runs over the blocks of raw tokens its band touches and over the blocks of cores
-it sees. Both are intervals of columns for each query (`visibility.Visible`), so the loops' ranges
-are their ends over the block: what no query of the block sees costs nothing. The backward pass
-recomputes the probabilities from the saved log-sum-exp, on transposed logits, as attention does.
+What is far is a list of other keys and values in text order: pooled core tokens (CCA), or gathered
+separators (SepLLM). A block of queries runs over the blocks of raw tokens its band touches and over
+the blocks of the far list it sees, under one softmax. The loops' ranges are the ends of the
+intervals over the block, so what no query of the block sees costs nothing, and one program serves
+all texts. The backward pass recomputes the probabilities from the saved log-sum-exp, on transposed
+logits, as attention does.
 """
 
 import functools
@@ -11,29 +13,43 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels.attention.xla import (
+from pallas_kernels.attention.blocked import (
     BLOCK_LOGITS,
     BLOCK_SIZES,
     Blocks,
-    _capped,
-    _d_logits,
-    _delta,
-    _dot,
-    _from_key_blocks,
-    _from_query_blocks,
-    _key_blocks,
-    _log_sum_exp,
-    _pad,
-    _query_blocks,
-    _reciprocal,
-    _safe,
+    cap_logits,
+    cut_keys,
+    cut_queries,
+    dot,
+    join_keys,
+    join_queries,
+    log_sum_exp,
+    logit_gradient,
+    pad_axis,
+    reciprocal,
+    row_delta,
+    safe_maximum,
 )
-from pallas_kernels.cca.visibility import Visible
+
+
+class Intervals(NamedTuple):
+    """Half-open intervals for each query, int32 `[B, T]` (`[1, T]` if all rows are alike).
+
+    Raw tokens are columns of the row; the far list has columns of its own. A query with empty
+    intervals, padding, gives zeros.
+    """
+
+    segment_first: jax.Array | np.ndarray  # column of the first token of the query's segment
+    raw_first: jax.Array | np.ndarray
+    raw_last: jax.Array | np.ndarray
+    far_first: jax.Array | np.ndarray
+    far_last: jax.Array | np.ndarray
 
 
 class Spec(NamedTuple):
-    """What is known when tracing."""
+    """What is known when tracing. The first `sink_tokens` of a segment stay visible raw."""
 
     sink_tokens: int
     logit_softcap: float | None
@@ -45,23 +61,23 @@ def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    core_key: jax.Array | None,
-    core_value: jax.Array | None,
-    visible: Visible,
+    far_key: jax.Array | None,
+    far_value: jax.Array | None,
+    visible: Intervals,
     spec: Spec,
 ) -> jax.Array:
-    """`[B,T,H,D]` queries on raw `[B,T,Hk,D]` and cores `[B,M,H|Hk,D]` or None."""
-    return _forward(query, key, value, core_key, core_value, visible, spec)[0]
+    """`[B,T,H,D]` queries on raw `[B,T,Hk,D]` and a far list `[B,M,H|Hk,D]` or None."""
+    return _forward(query, key, value, far_key, far_value, visible, spec)[0]
 
 
-def _attend_fwd(query, key, value, core_key, core_value, visible, spec):
-    out, logsumexp = _forward(query, key, value, core_key, core_value, visible, spec)
-    return out, (query, key, value, core_key, core_value, visible, out, logsumexp)
+def _attend_fwd(query, key, value, far_key, far_value, visible, spec):
+    out, logsumexp = _forward(query, key, value, far_key, far_value, visible, spec)
+    return out, (query, key, value, far_key, far_value, visible, out, logsumexp)
 
 
 def _attend_bwd(spec, saved, d_out):
-    query, key, value, core_key, core_value, visible, out, logsumexp = saved
-    grads = _backward(query, key, value, core_key, core_value, visible, out, logsumexp, d_out, spec)
+    query, key, value, far_key, far_value, visible, out, logsumexp = saved
+    grads = _backward(query, key, value, far_key, far_value, visible, out, logsumexp, d_out, spec)
     return *grads, None
 
 
@@ -69,7 +85,7 @@ attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 class Source(NamedTuple):
-    """One kind of key: raw tokens or cores."""
+    """One kind of key: raw tokens or the far list."""
 
     keys: jax.Array  # [n, B, heads, b, D]
     values: jax.Array
@@ -86,7 +102,7 @@ class Source(NamedTuple):
 def _source(key, value, size):
     size = min(size, key.shape[1])
     blocks = Blocks(0, size, 0, -(-key.shape[1] // size))
-    return Source(_key_blocks(key, blocks), _key_blocks(value, blocks), size)
+    return Source(cut_keys(key, blocks), cut_keys(value, blocks), size)
 
 
 def _block_size(query):
@@ -98,16 +114,10 @@ def _visible_blocks(visible, size, count):
     """The intervals cut into `[count, B|1, size]`; queries that pad the last block see nothing."""
 
     def cut(x):
-        x = _pad(jnp.asarray(x), 1, size * count)
+        x = pad_axis(jnp.asarray(x), 1, size * count)
         return x.reshape(x.shape[0], count, size).transpose(1, 0, 2)
 
-    return visible._replace(
-        segment_first=cut(visible.segment_first),
-        raw_first=cut(visible.raw_first),
-        raw_last=cut(visible.raw_last),
-        core_first=cut(visible.core_first),
-        core_last=cut(visible.core_last),
-    )
+    return Intervals(*map(cut, visible))
 
 
 def _ends(first, last, size):
@@ -124,10 +134,11 @@ def _ends(first, last, size):
     return lo, full_lo, full_hi, hi
 
 
-def _over_blocks(step, carry, seen, spec, raw_size, core_size):
+def _over_blocks(step, carry, seen, spec, raw_size, far_size):
     """Runs `step(source, j, carry, mask)` over what one block of queries sees.
 
-    `source` is 0 for raw tokens and 1 for cores; `mask(columns)` is bool `[B|1, bq, b]` or None.
+    `source` is 0 for raw tokens and 1 for the far list; `mask(columns)` is bool `[B|1, bq, b]`, or
+    None where all is seen.
     """
 
     def raw_mask(columns):
@@ -138,18 +149,18 @@ def _over_blocks(step, carry, seen, spec, raw_size, core_size):
             mask |= (column >= sink_first[..., None]) & (column < sink_last[..., None])
         return mask
 
-    def core_mask(columns):
+    def far_mask(columns):
         column = columns[None, None]
-        return (column >= seen.core_first[..., None]) & (column < seen.core_last[..., None])
+        return (column >= seen.far_first[..., None]) & (column < seen.far_last[..., None])
 
     def run(source, mask, lo, hi, carry):
         return jax.lax.fori_loop(lo, hi, functools.partial(step, source=source, mask=mask), carry)
 
-    if core_size is not None:
-        lo, full_lo, full_hi, hi = _ends(seen.core_first, seen.core_last, core_size)
-        carry = run(1, core_mask, lo, full_lo, carry)
+    if far_size is not None:
+        lo, full_lo, full_hi, hi = _ends(seen.far_first, seen.far_last, far_size)
+        carry = run(1, far_mask, lo, full_lo, carry)
         carry = run(1, None, full_lo, full_hi, carry)
-        carry = run(1, core_mask, full_hi, hi, carry)
+        carry = run(1, far_mask, full_hi, hi, carry)
     lo, full_lo, full_hi, hi = _ends(seen.raw_first, seen.raw_last, raw_size)
     if spec.sink_tokens:
         # Sinks inside the band are part of its mask already; the rest lies in earlier blocks.
@@ -166,16 +177,16 @@ def _sink_last(seen, spec):
     )
 
 
-def _prepared(query, key, value, core_key, core_value, visible, spec):
-    """Query blocks, both sources (cores may be None) and the intervals of each block."""
+def _prepared(query, key, value, far_key, far_value, visible, spec):
+    """Query blocks, both sources (the far list may be None) and the intervals of each block."""
     size = _block_size(query)
     query_size = min(size, query.shape[1])
     count = -(-query.shape[1] // query_size)
     blocks = Blocks(query_size, 0, count, 0)
-    queries = _query_blocks(query * jnp.asarray(spec.scale, query.dtype), key.shape[2], blocks)
+    queries = cut_queries(query * jnp.asarray(spec.scale, query.dtype), key.shape[2], blocks)
     sources = [_source(key, value, size)]
-    if core_key is not None:
-        sources.append(_source(core_key, core_value, size))
+    if far_key is not None:
+        sources.append(_source(far_key, far_value, size))
     return blocks, queries, sources, _visible_blocks(visible, query_size, count)
 
 
@@ -183,12 +194,12 @@ def _sizes(sources):
     return sources[0].size, sources[1].size if len(sources) > 1 else None
 
 
-def _forward(query, key, value, core_key, core_value, visible, spec):
+def _forward(query, key, value, far_key, far_value, visible, spec):
     """Output `[B,T,H,Dv]` and the log-sum-exp of the logits, float32 `[B,Hk,G,T]`."""
     batch, time, heads, _ = query.shape
     kv_heads, group = key.shape[2], heads // key.shape[2]
     blocks, queries, sources, seen_blocks = _prepared(
-        query, key, value, core_key, core_value, visible, spec
+        query, key, value, far_key, far_value, visible, spec
     )
     bq = blocks.query_size
     keys_t = [source.keys.swapaxes(-1, -2) for source in sources]
@@ -200,17 +211,17 @@ def _forward(query, key, value, core_key, core_value, visible, spec):
             out, maximum, total = carry  # [B, H, bq, …]
             kind = sources[source]
             rows = (batch, kind.heads, heads // kind.heads * bq)
-            logits = _dot("bkrd,bkds->bkrs", query.reshape(*rows, -1), keys_t[source][j])
-            logits = _capped(logits, spec).reshape(batch, heads, bq, kind.size)
+            logits = dot("bkrd,bkds->bkrs", query.reshape(*rows, -1), keys_t[source][j])
+            logits = cap_logits(logits, spec).reshape(batch, heads, bq, kind.size)
             if mask is not None:
                 logits = jnp.where(mask(kind.columns(j))[:, None], logits, -jnp.inf)
             new_maximum = jnp.maximum(maximum, logits.max(-1))
-            safe = _safe(new_maximum)
+            safe = safe_maximum(new_maximum)
             weights = jnp.exp(logits - safe[..., None])
             shrink = jnp.exp(maximum - safe)
             total = total * shrink + weights.sum(-1)
             weights = weights.astype(value.dtype).reshape(*rows, kind.size)
-            mixed = _dot("bkrs,bksd->bkrd", weights, kind.values[j])
+            mixed = dot("bkrs,bksd->bkrd", weights, kind.values[j])
             return out * shrink[..., None] + mixed.reshape(out.shape), new_maximum, total
 
         start = (
@@ -219,27 +230,27 @@ def _forward(query, key, value, core_key, core_value, visible, spec):
             jnp.zeros((batch, heads, bq), jnp.float32),
         )
         out, maximum, total = _over_blocks(one_key_block, start, seen, spec, *_sizes(sources))
-        out = (out * _reciprocal(total)[..., None]).astype(query.dtype)
-        return out.reshape(batch, kv_heads, group * bq, -1), _log_sum_exp(maximum, total)
+        out = (out * reciprocal(total)[..., None]).astype(query.dtype)
+        return out.reshape(batch, kv_heads, group * bq, -1), log_sum_exp(maximum, total)
 
     out, logsumexp = jax.lax.map(one_query_block, (queries, seen_blocks))
     logsumexp = jnp.moveaxis(logsumexp, 0, 2).reshape(batch, kv_heads, group, -1)
-    return _from_query_blocks(out, time, group), logsumexp[..., :time]
+    return join_queries(out, time, group), logsumexp[..., :time]
 
 
-def _backward(query, key, value, core_key, core_value, visible, out, logsumexp, d_out, spec):
+def _backward(query, key, value, far_key, far_value, visible, out, logsumexp, d_out, spec):
     batch, time, heads, _ = query.shape
     kv_heads, group = key.shape[2], heads // key.shape[2]
     blocks, queries, sources, seen_blocks = _prepared(
-        query, key, value, core_key, core_value, visible, spec
+        query, key, value, far_key, far_value, visible, spec
     )
     bq = blocks.query_size
     keys_t = [source.keys.swapaxes(-1, -2) for source in sources]
-    d_outs = _query_blocks(d_out, kv_heads, blocks)
+    d_outs = cut_queries(d_out, kv_heads, blocks)
 
     def row_blocks(x):
         """`[B,Hk,G,T]` to `[nq,B,H,bq]`."""
-        x = _pad(x.reshape(batch, heads, time), 2, blocks.num_queries * bq)
+        x = pad_axis(x.reshape(batch, heads, time), 2, blocks.num_queries * bq)
         return jnp.moveaxis(x.reshape(batch, heads, blocks.num_queries, bq), 2, 0)
 
     def one_query_block(carry, args):
@@ -260,20 +271,20 @@ def _backward(query, key, value, core_key, core_value, visible, out, logsumexp, 
             dq, grads = carry
             kind = sources[source]
             query_t, d_out_t, logsumexp, delta = turned[source]
-            logits = _capped(_dot("bksd,bkdr->bksr", kind.keys[j], query_t), spec)
+            logits = cap_logits(dot("bksd,bkdr->bksr", kind.keys[j], query_t), spec)
             if mask is not None:
                 tile = logits.reshape(*logits.shape[:3], heads // kind.heads, bq)
                 visible = mask(kind.columns(j)).swapaxes(1, 2)[:, None, :, None]
                 logits = jnp.where(visible, tile, -jnp.inf).reshape(logits.shape)
             weights = jnp.exp(logits - logsumexp)
-            d_weights = _dot("bksd,bkdr->bksr", kind.values[j], d_out_t)
-            d_logits = _d_logits(weights, d_weights, delta, logits, spec).astype(key.dtype)
+            d_weights = dot("bksd,bkdr->bksr", kind.values[j], d_out_t)
+            d_logits = logit_gradient(weights, d_weights, delta, logits, spec).astype(key.dtype)
             weights = weights.astype(value.dtype)
             dk, dv = grads[source]
-            dv = dv.at[j].add(_dot("bksr,bkrd->bksd", weights, folded(d_out, kind)))
-            dk = dk.at[j].add(_dot("bksr,bkrd->bksd", d_logits, folded(query, kind)))
+            dv = dv.at[j].add(dot("bksr,bkrd->bksd", weights, folded(d_out, kind)))
+            dk = dk.at[j].add(dot("bksr,bkrd->bksd", d_logits, folded(query, kind)))
             grads = [*grads[:source], (dk, dv), *grads[source + 1 :]]
-            part = _dot("bkds,bksr->bkdr", keys_t[source][j], d_logits)
+            part = dot("bkds,bksr->bkdr", keys_t[source][j], d_logits)
             dq = [*dq[:source], dq[source] + part, *dq[source + 1 :]]
             return dq, grads
 
@@ -286,13 +297,13 @@ def _backward(query, key, value, core_key, core_value, visible, out, logsumexp, 
         (jnp.zeros(s.keys.shape, jnp.float32), jnp.zeros(s.values.shape, jnp.float32))
         for s in sources
     ]
-    rows = (row_blocks(logsumexp), row_blocks(_delta(out, d_out, kv_heads)))
+    rows = (row_blocks(logsumexp), row_blocks(row_delta(out, d_out, kv_heads)))
     grads, dq = jax.lax.scan(one_query_block, start, (queries, d_outs, *rows, seen_blocks))
-    arrays = [(key, value), (core_key, core_value)][: len(sources)]
+    arrays = [(key, value), (far_key, far_value)][: len(sources)]
     flat = [
-        _from_key_blocks(d, x.shape[1]).astype(x.dtype)
+        join_keys(d, x.shape[1]).astype(x.dtype)
         for pair, originals in zip(grads, arrays, strict=True)
         for d, x in zip(pair, originals, strict=True)
     ]
     flat += [None] * (4 - len(flat))
-    return _from_query_blocks(dq, time, group), *flat
+    return join_queries(dq, time, group), *flat
