@@ -10,15 +10,31 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention.blocked import safe_maximum
+
 FEW_ROWS = 64  # tokens x heads; up to here a product per head costs more than it saves
+CHUNK = 512  # slots read at a time of a set that may be far from full
 
 
 class Slots(NamedTuple):
-    """Keys and values `[B, S, Hk, D]`, and which query sees which: `visible`, bool `[B, T, S]`."""
+    """Keys and values `[B, S, Hk, D]`, and which query sees which: `visible`, bool `[B, T, S]`.
+
+    `filled`, an int32 scalar or None: no query sees a slot at or beyond it. Of a set much larger
+    than that, the rest is not read.
+    """
 
     key: jax.Array
     value: jax.Array
     visible: jax.Array
+    filled: jax.Array | None = None
+
+
+class _Sums(NamedTuple):
+    """A softmax under way: float32 `[B, T, H, D]`, and `[B, T, H]` twice."""
+
+    output: jax.Array
+    maximum: jax.Array
+    total: jax.Array
 
 
 def attention_over_slots(
@@ -33,27 +49,56 @@ def attention_over_slots(
     Args:
       query: `[B, T, H, D]`.
       sets: each with its own number of slots and of key heads, which divides H. Every query must
-        see at least one slot of the first set that it can see at all; one that sees none gives NaN.
+        see some slot; one that sees none gives NaN.
       scale: of the logits; default `D ** -0.5`.
       logit_softcap: as in `attention`.
 
     Returns:
       `[B, T, H, D]` in query's dtype; logits, softmax and sums are float32. Memory is that of the
-      logits, `[B, T, H, slots of all sets]`.
+      logits, `[B, T, H, slots]`, of the largest set, of which `CHUNK` at a time where it says what
+      is filled.
     """
-    dim = query.shape[-1]
+    batch, block, heads, dim = query.shape
     scaled = query * jnp.asarray(dim**-0.5 if scale is None else scale, query.dtype)
-    logits = []
-    for slots in sets:
-        products = _products(scaled, slots.key)
+
+    def add(sums: _Sums, slots: Slots) -> _Sums:
+        logits = _products(scaled, slots.key)
         if logit_softcap is not None:
-            products = logit_softcap * jnp.tanh(products / logit_softcap)
-        logits.append(jnp.where(slots.visible[:, :, None], products, -jnp.inf))
-    maximum = jnp.max(jnp.stack([part.max(-1) for part in logits]), axis=0)[..., None]
-    weights = [jnp.exp(part - maximum) for part in logits]
-    total = sum(part.sum(-1) for part in weights)
-    output = sum(_mix(part, slots.value) for part, slots in zip(weights, sets, strict=True))
-    return (output / total[..., None]).astype(query.dtype)
+            logits = logit_softcap * jnp.tanh(logits / logit_softcap)
+        logits = jnp.where(slots.visible[:, :, None], logits, -jnp.inf)
+        maximum = jnp.maximum(sums.maximum, logits.max(-1))
+        safe = safe_maximum(maximum)
+        shrink = jnp.exp(sums.maximum - safe)
+        weights = jnp.exp(logits - safe[..., None])
+        return _Sums(
+            sums.output * shrink[..., None] + _mix(weights, slots.value),
+            maximum,
+            sums.total * shrink + weights.sum(-1),
+        )
+
+    sums = _Sums(
+        jnp.zeros((batch, block, heads, sets[0].value.shape[-1]), jnp.float32),
+        jnp.full((batch, block, heads), -jnp.inf, jnp.float32),
+        jnp.zeros((batch, block, heads), jnp.float32),
+    )
+    for slots in sets:
+        if slots.filled is None or slots.key.shape[1] <= CHUNK:
+            sums = add(sums, slots)
+            continue
+        chunks = -(-slots.filled // CHUNK)
+        sums = jax.lax.fori_loop(0, chunks, lambda i, x, s=slots: add(x, _chunk(s, i)), sums)
+    return (sums.output / sums.total[..., None]).astype(query.dtype)
+
+
+def _chunk(slots: Slots, index: jax.Array) -> Slots:
+    """Slots `index * CHUNK …` of a set; the last chunk does not show those before it again."""
+    start = index * CHUNK
+    first = jnp.minimum(start, slots.key.shape[1] - CHUNK)
+    key, value = (
+        jax.lax.dynamic_slice_in_dim(x, first, CHUNK, axis=1) for x in (slots.key, slots.value)
+    )
+    visible = jax.lax.dynamic_slice_in_dim(slots.visible, first, CHUNK, axis=2)
+    return Slots(key, value, visible & (first + jnp.arange(CHUNK) >= start))
 
 
 def _products(query: jax.Array, key: jax.Array) -> jax.Array:

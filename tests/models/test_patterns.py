@@ -9,6 +9,7 @@ import pytest
 
 from jaxlab.errors import ConfigError, PromptError
 from jaxlab.models import ModelConfig, Transformer, init_cache, init_params, unstack_layers
+from jaxlab.models.attention import cca, sepllm
 
 TINY = dict(
     vocab_size=97,
@@ -91,6 +92,20 @@ def test_prefill_equals_chunks_equals_steps(model):
             outputs.append(logits[:, :real])
             start += real
         np.testing.assert_allclose(jnp.concatenate(outputs, 1), whole, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["sepllm", "cca, sinks, shift"])
+def test_a_long_block_is_read_in_pieces(name, monkeypatch):
+    for module in (cca, sepllm):
+        monkeypatch.setattr(module, "_BLOCK", 4)
+    model = Case(CONFIGS[name])
+    tokens = random_tokens(2, 23)
+    logits, cache = model.extend(model.cache(2), tokens, [23, 14])
+    whole = case(name).apply(model.params, tokens)
+    np.testing.assert_allclose(logits[0], whole[0], atol=TOLERANCE)
+    np.testing.assert_allclose(logits[1, :14], whole[1, :14], atol=TOLERANCE)
+    logits, _ = model.extend(cache.commit(), tokens[:, 14:15], [0, 1])
+    np.testing.assert_allclose(logits[1], whole[1, 14:15], atol=TOLERANCE)
 
 
 def test_taken_back_tokens_leave_no_trace_and_rows_keep_their_own_lengths(model):

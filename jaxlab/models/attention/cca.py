@@ -12,7 +12,13 @@ import jax.numpy as jnp
 
 from jaxlab.models.attention.ring import read_ring, ring_positions, write_ring
 from jaxlab.models.attention.sharded import over_mesh
-from jaxlab.models.attention.slots import Arrays, CacheSize, on_layer, real_tokens
+from jaxlab.models.attention.slots import (
+    Arrays,
+    CacheSize,
+    in_blocks,
+    on_layer,
+    real_tokens,
+)
 from jaxlab.models.attention_config import CCAAttention
 from jaxlab.models.config import ModelConfig
 from jaxlab.models.layers import LayerKind, TextInfo
@@ -98,25 +104,15 @@ def attend_cached(
     assert lengths is not None
     num_tokens = real_tokens(text.num_tokens, query)
 
-    def one_layer(slots: Arrays) -> tuple[jax.Array, Arrays]:
-        outputs = []
-        for start in range(0, query.shape[1], _BLOCK):
-            part = slice(start, start + _BLOCK)
-            size = min(_BLOCK, query.shape[1] - start)
-            output, slots = _one_block(
-                query[:, part],
-                key[:, part],
-                value[:, part],
-                slots,
-                lengths + jnp.minimum(start, num_tokens),
-                jnp.clip(num_tokens - start, 0, size),
-                config,
-                attention,
-            )
-            outputs.append(output)
-        return jnp.concatenate(outputs, axis=1), slots
+    def one_block(arrays, slots, lengths, num_tokens):
+        return _one_block(*arrays, slots, lengths, num_tokens, config, attention)
 
-    return on_layer(slots, layer, one_layer)
+    arrays = (query, key, value)
+    return on_layer(
+        slots,
+        layer,
+        lambda slots: in_blocks(one_block, arrays, slots, lengths, num_tokens, _BLOCK),
+    )
 
 
 def _one_block(
@@ -141,7 +137,7 @@ def _one_block(
     ring = ring_positions(lengths, slots["key"].shape[1])
     in_block = (token <= token[:, None]) & (position[:, None] >= near[:, :, None])
     sets = [
-        Slots(slots["core_key"], slots["core_value"], core < far[:, :, None]),
+        Slots(slots["core_key"], slots["core_value"], core < far[:, :, None], far.max()),
         Slots(slots["key"], slots["value"], (ring[:, None] >= near[:, :, None])),
         Slots(key, value, in_block),
     ]

@@ -15,7 +15,13 @@ from jaxlab.errors import ConfigError
 from jaxlab.models.attention import full
 from jaxlab.models.attention.ring import ring_positions, write_ring
 from jaxlab.models.attention.sharded import over_mesh
-from jaxlab.models.attention.slots import Arrays, CacheSize, on_layer, real_tokens
+from jaxlab.models.attention.slots import (
+    Arrays,
+    CacheSize,
+    in_blocks,
+    on_layer,
+    real_tokens,
+)
 from jaxlab.models.attention_config import SepLLMAttention
 from jaxlab.models.config import ModelConfig
 from jaxlab.models.layers import LayerKind, TextInfo
@@ -146,30 +152,15 @@ def attend_cached(
     num_tokens = real_tokens(text.num_tokens, query)
     is_separator = text.is_separator
 
-    def one_layer(slots: Arrays) -> tuple[jax.Array, Arrays]:
-        outputs = []
-        for start in range(0, query.shape[1], _BLOCK):
-            part = slice(start, start + _BLOCK)
-            output, slots = _one_block(
-                query[:, part],
-                key[:, part],
-                value[:, part],
-                is_separator[:, part],
-                slots,
-                lengths + jnp.minimum(start, num_tokens),
-                jnp.clip(num_tokens - start, 0, output_length(part, query)),
-                config,
-                attention,
-            )
-            outputs.append(output)
-        return jnp.concatenate(outputs, axis=1), slots
+    def one_block(arrays, slots, lengths, num_tokens):
+        return _one_block(*arrays, slots, lengths, num_tokens, config, attention)
 
-    return on_layer(slots, layer, one_layer)
-
-
-def output_length(part: slice, block: jax.Array) -> int:
-    """Tokens of `block [B, T, …]` in a part of it."""
-    return min(part.stop, block.shape[1]) - part.start
+    arrays = (query, key, value, is_separator)
+    return on_layer(
+        slots,
+        layer,
+        lambda slots: in_blocks(one_block, arrays, slots, lengths, num_tokens, _BLOCK),
+    )
 
 
 def _one_block(
@@ -192,6 +183,7 @@ def _one_block(
 
     # What was taken back is forgotten before new tokens come to stand at its positions.
     kept = jnp.where(slots["kept_position"] < lengths[:, None], slots["kept_position"], _NOWHERE)
+    count = jnp.sum(kept < _NOWHERE, axis=1, dtype=jnp.int32)
     ring = ring_positions(lengths, slots["key"].shape[1])
     oldest = position[:, :, None] - window  # the newest position outside a query's window
     in_ring = (ring[:, None] > oldest) & (ring[:, None] >= 0)
@@ -200,7 +192,7 @@ def _one_block(
     output = attention_over_slots(
         query,
         [
-            Slots(slots["kept_key"], slots["kept_value"], kept[:, None] <= oldest),
+            Slots(slots["kept_key"], slots["kept_value"], kept[:, None] <= oldest, count.max()),
             Slots(slots["key"], slots["value"], in_ring),
             Slots(key, value, jnp.broadcast_to(in_block, (query.shape[0], block, block))),
         ],
@@ -208,7 +200,6 @@ def _one_block(
         logit_softcap=config.attention_softcap,
     )
 
-    count = jnp.sum(kept < _NOWHERE, axis=1, dtype=jnp.int32)
     writes = keeps & (token < num_tokens[:, None])
     slot = count[:, None] + jnp.cumsum(writes, axis=1, dtype=jnp.int32) - 1
     room = kept.shape[1]
