@@ -130,7 +130,10 @@ def test_sparse_attention_is_golden(implementation, name, key):
         out, log_sum_exp = block_sparse_attention_reference(q, k, v, mask, **arguments)
     else:
         spec = Spec(**arguments, scale=q.shape[3] ** -0.5, logit_softcap=None)
-        function = functools.partial(forward, lengths=None, segment_ids=None, spec=spec)
+        offset = k.shape[1] - q.shape[1]
+        function = functools.partial(
+            forward, lengths=None, segment_ids=None, offset=offset, spec=spec
+        )
         out, log_sum_exp = quick_jit(function)(q, k, v, mask)
     np.testing.assert_allclose(out, ours(golden[key]), rtol=0, atol=2e-5)
     lse = key.replace("out_", "lse_")
@@ -506,3 +509,25 @@ def test_other_bad_arguments_are_named(message, function):
 def test_a_kernel_there_is_not_says_so():
     with pytest.raises(NotImplementedError, match="choose 'xla' or None"):
         xattention(*keys_of_few_blocks(), threshold=0.9, implementation="pallas")
+
+
+def test_a_chunk_against_a_cache_that_is_not_full():
+    """Its position may be traced, so that one program serves every chunk of a prompt."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = 6 * jax.random.normal(keys[0], (2, 96, 4, 16))
+    k, v = (6 * jax.random.normal(key, (2, 96, 2, 16)) for key in keys[1:])
+    options = dict(threshold=0.6, block_size=16, stride=4)
+    whole, density = xattention(q, k, v, return_density=True, **options)
+    assert float(density.max()) < 1
+    stale = [jnp.pad(x, ((0, 0), (0, 64), (0, 0), (0, 0)), constant_values=9.0) for x in (k, v)]
+
+    @jax.jit
+    def chunk(query, offset):
+        lengths = jnp.full((2,), offset + 32)
+        return xattention(query, *stale, lengths=lengths, query_offset=offset, **options)
+
+    for start in (0, 32, 64):
+        part = chunk(q[:, start : start + 32], jnp.int32(start))
+        np.testing.assert_allclose(part, whole[:, start : start + 32], atol=2e-5)
+    with pytest.raises(ValueError, match="query_offset=8: must be a multiple of block_size=16"):
+        xattention(q, k, v, query_offset=8, **options)
