@@ -7,6 +7,8 @@ moves, and a core that tokens taken back had made is made again with the tokens 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -104,8 +106,8 @@ def attend_cached(
     assert lengths is not None
     num_tokens = real_tokens(text.num_tokens, query)
 
-    def one_block(arrays, slots, lengths, num_tokens):
-        return _one_block(*arrays, slots, lengths, num_tokens, config, attention)
+    def one_block(arrays: Any, *rest: Any) -> tuple[jax.Array, Arrays]:
+        return _one_block(*arrays, *rest, config, attention)
 
     arrays = (query, key, value)
     return on_layer(

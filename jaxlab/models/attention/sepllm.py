@@ -7,6 +7,8 @@ from the store after; so nothing moves when a token leaves the window, and `rewi
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,8 +154,8 @@ def attend_cached(
     num_tokens = real_tokens(text.num_tokens, query)
     is_separator = text.is_separator
 
-    def one_block(arrays, slots, lengths, num_tokens):
-        return _one_block(*arrays, slots, lengths, num_tokens, config, attention)
+    def one_block(arrays: Any, *rest: Any) -> tuple[jax.Array, Arrays]:
+        return _one_block(*arrays, *rest, config, attention)
 
     arrays = (query, key, value, is_separator)
     return on_layer(
