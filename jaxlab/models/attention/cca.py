@@ -7,7 +7,7 @@ moves, and a core that tokens taken back had made is made again with the tokens 
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -106,9 +106,7 @@ def attend_cached(
     assert lengths is not None
     num_tokens = real_tokens(text.num_tokens, query)
 
-    def one_block(arrays: Any, *rest: Any) -> tuple[jax.Array, Arrays]:
-        return _one_block(*arrays, *rest, config, attention)
-
+    one_block = partial(_one_block, config=config, attention=attention)
     arrays = (query, key, value)
     return on_layer(
         slots,
@@ -118,15 +116,15 @@ def attend_cached(
 
 
 def _one_block(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    arrays: tuple[jax.Array, ...],
     slots: Arrays,
     lengths: jax.Array,
     num_tokens: jax.Array,
+    *,
     config: ModelConfig,
     attention: CCAAttention,
 ) -> tuple[jax.Array, Arrays]:
+    query, key, value = arrays
     slots = slots | _pool(query, key, value, slots, lengths, num_tokens, config, attention)
     group, window = attention.group_size, attention.window_size
     block = query.shape[1]

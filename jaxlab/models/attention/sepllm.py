@@ -7,7 +7,7 @@ from the store after; so nothing moves when a token leaves the window, and `rewi
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -154,9 +154,7 @@ def attend_cached(
     num_tokens = real_tokens(text.num_tokens, query)
     is_separator = text.is_separator
 
-    def one_block(arrays: Any, *rest: Any) -> tuple[jax.Array, Arrays]:
-        return _one_block(*arrays, *rest, config, attention)
-
+    one_block = partial(_one_block, config=config, attention=attention)
     arrays = (query, key, value, is_separator)
     return on_layer(
         slots,
@@ -166,16 +164,15 @@ def attend_cached(
 
 
 def _one_block(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    is_separator: jax.Array,
+    arrays: tuple[jax.Array, ...],
     slots: Arrays,
     lengths: jax.Array,
     num_tokens: jax.Array,
+    *,
     config: ModelConfig,
     attention: SepLLMAttention,
 ) -> tuple[jax.Array, Arrays]:
+    query, key, value, is_separator = arrays
     window = attention.window
     assert isinstance(window, int)
     block = query.shape[1]
