@@ -231,7 +231,13 @@ def load(source: str | Path, *, mesh: jax.sharding.Mesh | None = None, **overrid
     path = checkpoints.resolve(source)
     config = checkpoints.read_config(path)
     if overrides:
-        tree = {**config.model_dump(mode="json"), **overrides}
+        tree = config.model_dump(mode="json")
+        for name, value in overrides.items():
+            # A part of a section changes that part; naming a pattern begins a new section.
+            known = tree.get(name)
+            if isinstance(value, dict) and isinstance(known, dict) and "pattern" not in value:
+                value = {**known, **value}
+            tree[name] = value
         config = parse_config(ModelConfig, tree, default_origin=f"load({str(source)!r})")
     shardings = None
     if mesh is not None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from jaxlab.cli.console import stderr
+from jaxlab.cli.generate import SetOption, load_model
 from jaxlab.errors import StorageError
 
 
@@ -24,12 +25,14 @@ def convert(
     force: Annotated[
         bool, typer.Option("--force", help="Replace a directory that is not empty.")
     ] = False,
+    settings: SetOption = None,
 ) -> None:
     """Write a model as a Hugging Face directory that transformers and jaxlab load.
 
     [dim]$[/] jaxlab convert smollm2-135m-instruct ./smollm2
     [dim]$[/] jaxlab convert model.Q4_K_M.gguf ./model --dtype bfloat16
     [dim]$[/] jaxlab convert runs/quickstart ./my-model
+    [dim]$[/] jaxlab convert smollm2-135m-instruct ./sepllm --set attention.pattern=sepllm
     """
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise typer.BadParameter(
@@ -37,9 +40,8 @@ def convert(
         )
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())) and not force:
         raise StorageError(f"{directory} exists and is not empty; choose another or use --force")
-    from jaxlab.cli.generate import load_model
-
-    model = load_model(source, [f"param_dtype={dtype}"] if dtype else None)
+    types = [f"param_dtype={dtype}"] if dtype else []
+    model = load_model(source, [*types, *(settings or [])])
     written = model.save(directory)
     size = sum(path.stat().st_size for path in Path(written).rglob("*") if path.is_file())
     stderr().print(f"wrote {model.num_parameters:,} parameters, {size / 1e6:.1f} MB")

@@ -1,18 +1,23 @@
-"""`jaxlab eval`: the perplexity of a model on a text."""
+"""`jaxlab eval`: the perplexity of a model on a text; `jaxlab eval needle`: long-range recall."""
 
 from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from jaxlab.cli.console import stdout, table
+from jaxlab.cli.console import stderr, stdout, table
 from jaxlab.cli.generate import DEFAULT_MODEL, ModelOption, SetOption, load_model
 
+app = typer.Typer(invoke_without_command=True)
 
+
+@app.callback()
 def evaluate(
+    context: typer.Context,
     source: Annotated[
         str,
         typer.Option(
@@ -37,7 +42,10 @@ def evaluate(
 
     [dim]$[/] jaxlab eval --data book.txt
     [dim]$[/] jaxlab eval --data python-docs -m runs/quickstart --max-batches 20 --json
+    [dim]$[/] jaxlab eval needle --lengths 512,1024
     """
+    if context.invoked_subcommand is not None:
+        return
     from jaxlab.data import DataConfig
     from jaxlab.evaluation.perplexity import perplexity
 
@@ -60,3 +68,72 @@ def evaluate(
     rows.add_row("bits per token", f"{result['loss'] / math.log(2):.4f}")
     rows.add_row("tokens", f"{result['tokens']:,}")
     stdout().print(rows)
+
+
+@app.command("needle")
+def needle(
+    model: ModelOption = DEFAULT_MODEL,
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts, with commas.")] = "512,1024",
+    depths: Annotated[
+        str, typer.Option(help="Where the needle stands, in percent, with commas.")
+    ] = "0,25,50,75,100",
+    trials: Annotated[int, typer.Option(min=1, help="Keys tried a length and depth.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of keys and hay.")] = 0,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The heat map to write; JSON goes beside it.")
+    ] = Path("needle.png"),
+    settings: SetOption = None,
+) -> None:
+    """Hide a pass key in prose and see whether the model finds it, by length and depth.
+
+    The key is scored against four decoys, so chance is 20 %; and looked for in greedy text.
+
+    [dim]$[/] jaxlab eval needle --lengths 512,1024,2048
+    [dim]$[/] jaxlab eval needle --set attention.pattern=cca --set attention.window_size=256
+    """
+    import pydoc_data.topics
+
+    from jaxlab.evaluation.needle import needle as evaluate_needle
+    from jaxlab.evaluation.needle import write_needle
+
+    wanted = [int(x) for x in _numbers(lengths, "--lengths")]
+    found = _numbers(depths, "--depths")
+    loaded = load_model(model, settings)
+    hay = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    rows = table(
+        *("tokens", "depth %", "above decoys", "log odds", "generated"),
+        right=("tokens", "depth %", "above decoys", "log odds", "generated"),
+    )
+    console = stderr()
+    total = len(wanted) * len(found)
+    cells = evaluate_needle(
+        loaded,
+        hay,
+        lengths=wanted,
+        depths=found,
+        trials=trials,
+        seed=seed,
+        progress=lambda cell: console.print(
+            f"{cell.length} tokens, depth {cell.depth:g} %: {cell.accuracy:.0%} ({total} cells)"
+        ),
+    )
+    for cell in cells:
+        rows.add_row(
+            f"{cell.length:,}",
+            f"{cell.depth:g}",
+            f"{cell.accuracy:.0%}",
+            f"{cell.log_odds:+.2f}",
+            f"{cell.generated:.0%}",
+        )
+    write_needle(cells, output)
+    stdout().print(rows)
+    console.print(f"wrote {output} and {output.with_suffix('.json')}")
+
+
+def _numbers(text: str, option: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not numbers with commas between", param_hint=option
+        ) from None

@@ -27,7 +27,10 @@ ModelOption = Annotated[
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change the model's config, e.g. dtype=bfloat16."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change the model's config, e.g. dtype=bfloat16 or "
+        "attention.pattern=sepllm. May be repeated.",
     ),
 ]
 MaxNewTokens = Annotated[
@@ -164,7 +167,20 @@ def load_model(source: str, settings: list[str] | None) -> Any:
         key, separator, value = setting.partition("=")
         if not separator:
             raise typer.BadParameter(f"{setting!r} is not KEY=VALUE", param_hint="--set")
-        overrides[key] = yaml.safe_load(value)
+        *sections, name = key.split(".")
+        node = overrides
+        for section in sections:
+            node = node.setdefault(section, {})
+            if not isinstance(node, dict):
+                raise typer.BadParameter(
+                    f"{setting!r}: {section} was given as a value before", param_hint="--set"
+                )
+        try:
+            node[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise typer.BadParameter(
+                f"{setting!r}: the value is not YAML", param_hint="--set"
+            ) from error
     # A finished run keeps its model below its output directory.
     trained = Path(source) / "model"
     if (trained / "config.json").is_file():

@@ -15,7 +15,18 @@ from typing import NoReturn
 
 import typer
 
-from jaxlab.cli import chat, convert, data, doctor, evaluate, generate, models, preflight, train
+from jaxlab.cli import (
+    chat,
+    convert,
+    data,
+    doctor,
+    evaluate,
+    generate,
+    inspect,
+    models,
+    preflight,
+    train,
+)
 from jaxlab.errors import JaxlabError
 
 app = typer.Typer(
@@ -43,12 +54,13 @@ def _root(
 app.command("train")(train.train)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
-app.command("eval")(evaluate.evaluate)
 app.command("convert")(convert.convert)
 app.command("models")(models.models)
 app.command("preflight")(preflight.preflight)
 app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data")
+app.add_typer(evaluate.app, name="eval")
+app.add_typer(inspect.app, name="inspect")
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
