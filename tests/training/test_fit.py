@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxlab
 from jaxlab.errors import (
     CheckpointError,
     ConfigError,
@@ -166,6 +167,32 @@ def test_frozen_parameters_need_no_optimizer_state(experiment):
     assert reporter.info["num_trainable"] == count
     assert reporter.info["optimizer_bytes"] < 2 * 4 * count + 100
     assert reporter.info["params_bytes"] > 4 * 4 * count
+
+
+def test_a_trained_pattern_is_in_the_saved_model(experiment):
+    """From a configuration's rule to token ids, through packed rows, into the directory."""
+    config = experiment(
+        model={
+            "attention": {"pattern": "sepllm", "window": 4, "initial_tokens": 1},
+            "kv_shift": {"init": "identity"},
+        },
+        training={"only": ["attention"]},
+    )
+    result = fit(config, reporter=Recorder())
+    model = jaxlab.load(result.model_dir)
+    [space] = model.tokenizer.encode(" ")
+    assert space in model.config.attention.separators
+    assert model.config.kv_shift.init == "identity"
+    taps = model.params["layers"]["attention"]["key_shift"]
+    assert float(np.abs(np.asarray(taps)[..., 0]).max()) > 0  # learned
+    records = [r for r in read_metrics(result.output_dir) if "loss" in r]
+    assert records[-1]["loss"] < records[0]["loss"]
+
+
+def test_blocks_chosen_in_training_must_be_asked_for(experiment):
+    pattern = {"pattern": "xattention"}
+    with pytest.raises(ConfigError, match="constant_mask: true"):
+        fit(experiment(model={"attention": pattern}), reporter=Recorder())
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(experiment, monkeypatch):
