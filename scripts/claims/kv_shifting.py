@@ -102,9 +102,7 @@ def induction_task(test_rows: int) -> Task:
 def long_induction_task(test_rows: int) -> Task:
     draw = partial(induction_rows, length=64, vocabulary=512, candidates=64)
     test = first_repeats(draw(np.random.default_rng(1), test_rows))
-    return Task(
-        lambda rng, count: next_tokens(draw(rng, count)), test, 512, steps=1500, warmup=100
-    )
+    return Task(lambda rng, count: next_tokens(draw(rng, count)), test, 512, steps=1500, warmup=100)
 
 
 def hops_task(test_rows: int) -> Task:

@@ -81,11 +81,20 @@ def test_one_head_with_identity_weights_is_an_induction_head(golden, previous, p
     ("script", "names"),
     [
         (["kv_shifting.py"], ["kv_shifting"]),
-        (["kv_shifting.py", "--experiment", "coefficients"], ["kv_shifting_coefficients"]),
-        (["kv_shifting.py", "--experiment", "hops"], ["kv_shifting_hops"]),
-        (
+        pytest.param(
+            ["kv_shifting.py", "--experiment", "coefficients"],
+            ["kv_shifting_coefficients"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["kv_shifting.py", "--experiment", "hops"],
+            ["kv_shifting_hops"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ["xattention.py"],
             ["xattention_selection", "xattention_loss", "xattention_speed"],
+            marks=pytest.mark.slow,
         ),
     ],
 )
