@@ -1,112 +1,38 @@
-"""The scripts of claims run, and their toy sequences are right."""
+"""The claim scripts and the bench of the patterns run and write what they promise."""
 
 import json
 import subprocess
 import sys
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from pallas_kernels import attention, kv_shift
+REPORTS = {
+    "kv_shifting": ["kv_shifting"],
+    "sepllm": ["sepllm_loss", "sepllm_stream"],
+    "cca": ["cca_loss", "cca_cost"],
+    "xattention": ["xattention_selection", "xattention_loss", "xattention_speed"],
+}
 
 
-@pytest.fixture(scope="module")
-def sequences(repo_root):
-    """The module beside the scripts."""
-    folder = str(repo_root / "scripts" / "claims")
-    sys.path.insert(0, folder)
-    try:
-        import sequences
-
-        yield sequences
-    finally:
-        sys.path.remove(folder)
-        sys.modules.pop("sequences", None)
-
-
-@pytest.fixture(scope="module")
-def golden(repo_root):
-    return lambda name: json.loads(
-        (repo_root / "tests" / "golden" / "kv_shifting" / f"{name}.json").read_text()
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_claim_is_measured(name, repo_root, tmp_path):
+    script = repo_root / "scripts" / "claims" / f"{name}.py"
+    subprocess.run(
+        [sys.executable, script, "--quick", "--output", tmp_path], check=True, timeout=400
     )
+    for report in REPORTS[name]:
+        content = json.loads((tmp_path / f"{report}.json").read_text())
+        assert content["rows"]
+        assert content["versions"]["jax"]
 
 
-def test_hops_lead_where_the_public_generator_says(sequences, golden):
-    for case in golden("hop_k_cases"):
-        characters = np.array([["abcd".index(x) for x in case["sequence"]]])
-        hops = np.array([case["hops"]])
-        assert sequences.hop_positions(characters, hops)[0].tolist() == case["hop_positions"]
-        answers = sequences.hop_answers(characters, hops)[0]
-        assert "".join("abcd~"[i] for i in answers) == case["hop_characters"]
-
-
-def test_hop_rows_say_their_hops_and_ask_at_each_character(sequences):
-    batch = sequences.hop_rows(np.random.default_rng(0), 50, length=20, max_hops=3)
-    hops, characters = batch.tokens[:, 0] - sequences.UNDEFINED - 1, batch.tokens[:, 1:]
-    assert set(hops.tolist()) == {0, 1, 2, 3}
-    assert (characters[:, 1:] != characters[:, :-1]).all()
-    assert (batch.answers[:, 0] == sequences.NOT_ASKED).all()
-    np.testing.assert_array_equal(batch.answers[hops == 0, 1:], characters[hops == 0])
-
-
-def test_induction_rows_repeat_what_followed(sequences):
-    rows = sequences.induction_rows(
-        np.random.default_rng(0), 50, length=32, vocabulary=256, candidates=32
-    )
-    first = sequences.first_repeats(rows)
-    assert ((first.answers != sequences.NOT_ASKED).sum(1) == 1).all()
-    for tokens, answers in zip(rows.tokens.tolist(), rows.answers.tolist(), strict=True):
-        for at, answer in enumerate(answers):
-            if answer != sequences.NOT_ASKED:
-                before = tokens.index(tokens[at])
-                assert before < at
-                assert answer == tokens[before + 1] == tokens[at + 1]
-    for tokens, answers in zip(first.tokens, first.answers, strict=True):
-        at = int((answers != sequences.NOT_ASKED).argmax())
-        assert len(set(tokens[:at].tolist())) == at  # nothing was repeated before
-
-
-@pytest.mark.parametrize(("previous", "present"), [(1.0, 0.0), (0.0, 1.0)])
-def test_one_head_with_identity_weights_is_an_induction_head(golden, previous, present):
-    """Theorem 2 of arXiv:2411.19574; with unshifted keys the head finds the token itself."""
-    for case in golden("induction_construction_cases")["cases"]:
-        x = jnp.eye(32)[jnp.asarray(case["tokens"])][None, :, None, :]
-        keys = kv_shift(x, jnp.array([[previous, present]]))
-        out = attention(x, keys, x, scale=50.0)[0, case["query_position"], 0]
-        assert int(out.argmax()) == (case["answer"] if previous else case["tokens"][-1])
-
-
-@pytest.mark.parametrize(
-    ("script", "names"),
-    [
-        (["kv_shifting.py"], ["kv_shifting"]),
-        pytest.param(
-            ["kv_shifting.py", "--experiment", "coefficients"],
-            ["kv_shifting_coefficients"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["kv_shifting.py", "--experiment", "hops"],
-            ["kv_shifting_hops"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["xattention.py"],
-            ["xattention_selection", "xattention_loss", "xattention_speed"],
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_quick_runs_write_their_reports(repo_root, tmp_path, script, names):
-    pytest.importorskip("matplotlib")
-    command = [sys.executable, repo_root / "scripts" / "claims" / script[0], *script[1:]]
-    done = subprocess.run(
-        [*command, "--quick", "--output", tmp_path], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    for name in names:
-        report = json.loads((tmp_path / f"{name}.json").read_text())
-        assert report["claim"] == name
-        assert report["rows"]
-    assert list(tmp_path.glob("*.png"))
+@pytest.mark.slow
+def test_the_patterns_are_timed(repo_root, tmp_path):
+    output = tmp_path / "bench.json"
+    script = repo_root / "scripts" / "bench_patterns.py"
+    arguments = ["--length", "512", "--context", "1024", "--repeats", "1", "--output", output]
+    subprocess.run([sys.executable, script, *arguments], check=True, timeout=400)
+    report = json.loads(output.read_text())
+    assert {row["attention"].split(",")[0] for row in report["attention"]} >= {"dense", "SepLLM"}
+    assert report["decode"][0]["cache MiB"] > report["decode"][-1]["cache MiB"]
