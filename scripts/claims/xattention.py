@@ -13,16 +13,19 @@ the chosen blocks hold and the relative error of the output.
 
 Part "loss": nats a token over the second half of windows with every layer sparse, against dense.
 
-Part "speed": one call on those queries and keys, scoring included, against our dense attention, by
-length. At the lengths that two cores do in minutes the gain is small: it grows with the length. On
-random queries and keys, which have nothing to choose, there is none.
+Part "speed": one call on those queries and keys, scoring included, against our dense attention and
+torch's, by length. At the lengths that two cores do in minutes the gain is small: it grows with the
+length. On random queries and keys, which have nothing to choose, there is none.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -43,6 +46,7 @@ from pallas_kernels import (
 )
 
 THRESHOLD = 0.9
+STARTS = (20_000, 60_000, 80_000, 100_000)  # four windows of the text
 Choice = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -53,6 +57,9 @@ def main() -> None:
     parser.add_argument("--part", choices=("selection", "loss", "speed", "all"), default="all")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="what jaxlab.load reads")
     parser.add_argument("--layers", type=int, default=6, help="of the selection, evenly spread")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", help="of part speed (default: 2048 4096 8192)"
+    )
     parser.add_argument("--output", default="claims", help="folder for JSON and pictures")
     parser.add_argument("--quick", action="store_true", help="tiny random model, short texts")
     arguments = parser.parse_args()
@@ -72,7 +79,7 @@ def strides_of(arguments: argparse.Namespace) -> tuple[int, ...]:
 
 def selection(arguments: argparse.Namespace, model: jaxlab.Model) -> None:
     block = block_of(arguments)
-    rows = windows(prose_tokens(model), 80 if arguments.quick else 2048)
+    rows = windows(prose_tokens(model), 80 if arguments.quick else 2048, STARTS)
     ways = choices(block, strides_of(arguments))
     sums: dict[str, list[list[float]]] = {name: [] for name in ways}
     wanted = set(np.linspace(0, model.config.num_layers - 1, arguments.layers).astype(int).tolist())
@@ -202,11 +209,19 @@ def true_block_sums(q: jax.Array, k: jax.Array, block: int) -> jax.Array:
 
 
 def loss(arguments: argparse.Namespace, model: jaxlab.Model) -> None:
-    rows = windows(prose_tokens(model), 80 if arguments.quick else 2048)
+    rows = windows(prose_tokens(model), 80 if arguments.quick else 2048, STARTS)
     scored = rows.shape[1] // 2
     block = block_of(arguments)
     dense = mean_losses(with_attention(model, "full"), model.params, rows, scored)
-    results = [{"threshold": "dense", "stride": "-", "nats": float(np.mean(dense)), "above": 0.0}]
+    results = [
+        {
+            "threshold": "dense",
+            "stride": "-",
+            "density": 1.0,
+            "nats": float(np.mean(dense)),
+            "above": 0.0,
+        }
+    ]
     cases = [(0.9, 8)] if arguments.quick else [(0.8, 8), (0.9, 8), (0.95, 8), (0.9, 16)]
     for threshold, stride in cases:
         pattern = {
@@ -218,11 +233,23 @@ def loss(arguments: argparse.Namespace, model: jaxlab.Model) -> None:
         each = mean_losses(with_attention(model, pattern), model.params, rows, scored)
         nats = float(np.mean(each))
         above = nats - results[0]["nats"]
-        results.append({"threshold": threshold, "stride": stride, "nats": nats, "above": above})
-        print(f"threshold {threshold}, stride {stride}: {above:+.3f} nats", flush=True)
+        kept = mean_density(model, pattern, rows)
+        results.append(
+            {
+                "threshold": threshold,
+                "stride": stride,
+                "density": kept,
+                "nats": nats,
+                "above": above,
+            }
+        )
+        print(
+            f"threshold {threshold}, stride {stride}: {above:+.3f} nats at density {kept:.3f}",
+            flush=True,
+        )
     write_report(
         "xattention_loss",
-        ["threshold", "stride", "nats", "above"],
+        ["threshold", "stride", "density", "nats", "above"],
         results,
         None,
         [f"All layers sparse, blocks of {block}, no training."],
@@ -230,9 +257,26 @@ def loss(arguments: argparse.Namespace, model: jaxlab.Model) -> None:
     )
 
 
+def mean_density(model: jaxlab.Model, pattern: dict[str, Any], rows: np.ndarray) -> float:
+    """Chosen blocks over causal ones; mean over windows, layers and heads of the sparse model."""
+    sparse = SimpleNamespace(config=model.config.replace(attention=pattern), params=model.params)
+
+    @jax.jit
+    def density(q: jax.Array, k: jax.Array) -> jax.Array:
+        scores = antidiagonal_block_scores(
+            q, k, block_size=pattern["block_size"], stride=pattern["stride"]
+        )
+        mask = select_blocks(scores, pattern["threshold"])
+        causal = jnp.tri(mask.shape[-1], dtype=bool)
+        return jnp.mean(mask, where=jnp.broadcast_to(causal, mask.shape))
+
+    layers = (layer for row in rows for layer in layer_projections(sparse, row[None]))
+    return float(np.mean([density(q, k) for q, k, _ in layers]))
+
+
 def speed(arguments: argparse.Namespace, model: jaxlab.Model) -> None:
     layer = model.config.num_layers // 2
-    lengths = (64, 128) if arguments.quick else (2048, 4096, 8192)
+    lengths = arguments.lengths or ((64, 128) if arguments.quick else (2048, 4096, 8192))
     text = prose_tokens(model)
     results = []
     for length in lengths:
@@ -248,10 +292,13 @@ def speed(arguments: argparse.Namespace, model: jaxlab.Model) -> None:
         row["dense s"] = median_seconds(dense, q, k, v)
         row["xattention s"] = median_seconds(sparse, q, k, v)
         row["times as fast"] = row["dense s"] / row["xattention s"]
+        if importlib.util.find_spec("torch") is not None:
+            row["torch s"] = torch_seconds(q, k, v)
+            row["times as fast as torch"] = row["torch s"] / row["xattention s"]
         results.append(row)
 
     def figure(axes: Any) -> None:
-        for name in ("dense s", "xattention s"):
+        for name in (name for name in results[0] if name.endswith(" s")):
             axes.loglog(lengths, [row[name] for row in results], "o-", label=name[:-2])
         axes.set(xlabel="tokens", ylabel="seconds a call, scoring included")
         axes.legend(frameon=False)
@@ -264,6 +311,17 @@ def speed(arguments: argparse.Namespace, model: jaxlab.Model) -> None:
         [f"Layer {layer}'s own queries and keys; stride 16, blocks of 128, float32."],
         arguments.output,
     )
+
+
+def torch_seconds(*arrays: jax.Array) -> float:
+    """Of torch's dense attention on the same arrays, on all cores."""
+    import torch
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    q, k, v = (torch.tensor(np.asarray(x)).transpose(1, 2).contiguous() for x in arrays)
+    call = torch.nn.functional.scaled_dot_product_attention
+    grouped = q.shape[1] != k.shape[1]
+    return median_seconds(lambda: call(q, k, v, is_causal=True, enable_gqa=grouped))
 
 
 def median_seconds(call: Any, *arrays: jax.Array) -> float:
