@@ -59,7 +59,7 @@ def attention(
         draw_maps(maps, output)
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror or error}") from error
-    caches = cache_table(loaded.config)
+    caches = cache_table(loaded.config, tokens)
     if as_json:
         layers = [{"layer": m.layer, "pattern": m.pattern, "density": m.density} for m in maps]
         print(json.dumps({"tokens": len(tokens), "layers": layers, "cache": caches}))
@@ -69,15 +69,20 @@ def attention(
         rows.add_row(str(layer.layer), layer.pattern, f"{layer.density:.1%}")
     stdout().print(rows)
     stdout().print()
-    rows = table("tokens", "cache", "full attention", "share", right=("tokens", "cache", "share"))
+    columns = ("tokens", "cache", "needed", "full attention", "needed of full")
+    rows = table(*columns, right=columns)
     for row in caches:
-        share = row["bytes"] / row["full_bytes"]
-        sizes = (human_bytes(row["bytes"]), human_bytes(row["full_bytes"]))
-        rows.add_row(f"{row['tokens']:,}", *sizes, f"{share:.1%}")
+        sizes = (human_bytes(row[key]) for key in ("bytes", "needed_bytes", "full_bytes"))
+        rows.add_row(f"{row['tokens']:,}", *sizes, f"{row['needed_bytes'] / row['full_bytes']:.1%}")
     stdout().print(rows)
     stderr().print(
         f"density: products computed, over full causal attention's, on {len(tokens)} tokens"
     )
+    if any(row["needed_bytes"] < row["bytes"] for row in caches):
+        stderr().print(
+            "cache: room for a text of separators alone; needed: for as many as this text has. "
+            "attention.separator_capacity bounds it"
+        )
     stderr().print(f"wrote {output}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,17 +122,43 @@ def _chosen(
     return float(used.sum() / (length * (length + 1) / 2)), used
 
 
-def cache_table(config: Any, lengths: tuple[int, ...] = CACHE_LENGTHS) -> list[dict[str, int]]:
-    """Bytes of one row's cache at each length, under the model's attention and under full."""
+def cache_table(
+    config: Any, tokens: np.ndarray, lengths: tuple[int, ...] = CACHE_LENGTHS
+) -> list[dict[str, int]]:
+    """Bytes of one row's cache at each length, under the model's attention and under full.
+
+    `bytes` is what `init_cache` takes. SepLLM's takes room for a text of nothing but separators
+    unless `separator_capacity` bounds it; `needed_bytes` is with room for the share of separators
+    that `tokens` has, and equal to `bytes` elsewhere.
+    """
     full = config.replace(attention="full", kv_shift=None)
-    return [
-        {
-            "tokens": length,
-            "bytes": cache_bytes(config, 1, length),
-            "full_bytes": cache_bytes(full, 1, length),
-        }
-        for length in lengths
-    ]
+    flags = separator_mask(config, jnp.asarray(tokens, jnp.int32)[None])
+    share = 0.0 if flags is None else float(flags.mean())
+
+    def bounded(attention: Any, length: int) -> Any:
+        if not isinstance(attention, SepLLMAttention) or attention.separator_capacity is not None:
+            return attention
+        capacity = max(1, math.ceil(share * length))
+        return attention.model_copy(update={"separator_capacity": capacity})
+
+    rows = []
+    for length in lengths:
+        attention = config.attention
+        if isinstance(attention, tuple):
+            needed = config.replace(attention=tuple(bounded(a, length) for a in attention))
+        else:
+            needed = config.replace(attention=bounded(attention, length))
+        if config.streaming is not None:
+            needed = config
+        rows.append(
+            {
+                "tokens": length,
+                "bytes": cache_bytes(config, 1, length),
+                "needed_bytes": cache_bytes(needed, 1, length),
+                "full_bytes": cache_bytes(full, 1, length),
+            }
+        )
+    return rows
 
 
 def draw_maps(maps: list[LayerMap], path: str | Path, *, columns: int = 6) -> None:
