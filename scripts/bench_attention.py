@@ -6,7 +6,8 @@ Prints, per shape: the median wall time of the forward pass and of forward + bac
 `pallas_kernels.attention` and for `torch.nn.functional.scaled_dot_product_attention`, float32,
 their ratio (below 1: faster than torch), and the peak memory above the inputs. Measurements of the
 two alternate, so that other work on the machine burdens both. Peak memory is that of a process
-that does nothing else. Needs torch (extra `parity`). The sparse patterns: scripts/bench_patterns.py.
+that does nothing else. Needs torch (extra `parity`). For the sparse patterns there is
+scripts/bench_patterns.py.
 """
 
 import argparse
