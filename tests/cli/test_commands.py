@@ -8,13 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 COMMANDS = [
-    "train", "generate", "chat", "eval", "convert", "models", "preflight", "doctor", "data"
+    "train", "generate", "chat", "eval", "inspect", "convert", "models", "preflight", "doctor",
+    "data",
 ]  # fmt: skip
 
 
@@ -31,26 +31,25 @@ def start(*arguments: str | Path, **options) -> subprocess.Popen:
 
 
 def test_help_teaches_and_is_quick() -> None:
-    begun = time.monotonic()
     out, _ = start("--help").communicate(timeout=60)
-    seconds = time.monotonic() - begun
     for command in COMMANDS:
         assert command in out
-    assert seconds < 3  # 0.4 s on an idle machine; importing jax alone would take a second more
+    # What takes its time to import comes when it is needed.
+    slow = {"jax", "flax", "numpy", "transformers", "pydantic"}
     loaded = subprocess.run(
-        [sys.executable, "-c", "import sys, jaxlab.cli.main; print('jax' in sys.modules)"],
+        [sys.executable, "-c", f"import sys, jaxlab.cli.main; print({slow} & set(sys.modules))"],
         capture_output=True,
         text=True,
     )
-    assert loaded.stdout.strip() == "False"
+    assert loaded.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "data show"])
+@pytest.mark.parametrize("command", [*COMMANDS, "data show", "inspect attention", "eval needle"])
 def test_each_help_has_an_example(jaxlab_command, command) -> None:
     outcome = jaxlab_command(*command.split(), "--help")
     assert outcome.code == 0
     assert "\x1b" not in outcome.out
-    if command != "data":
+    if command not in ("data", "inspect"):
         assert f"$ jaxlab {command}" in outcome.out
 
 
