@@ -100,7 +100,7 @@ def make_train_step(
         else:
             gradients, metrics = _accumulated(differentiate, variables, batch, rng, accumulate)
         remaining = iter(gradients)
-        # The zeros of frozen parameters are placeholders: nothing below reads them.
+        # The zeros of frozen parameters only keep the tree whole: nothing below reads them.
         filled = [
             next(remaining) if is_trained else jnp.zeros_like(leaf)
             for leaf, is_trained in zip(leaves, trained, strict=True)
