@@ -50,7 +50,8 @@ def test_every_config_is_preflighted() -> None:
     ("name", "topology"), [(name, chips) for name, both in TOPOLOGIES.items() for chips in both]
 )
 def test_each_config_fits(name: str, topology: str, quick_compiler: None) -> None:
-    report = preflight(config(name), topology, suggest=False)
+    experiment = config(name)
+    report = preflight(experiment, topology, suggest=False)
     assert report.fits
     memory = report.memory
     assert memory is not None
@@ -60,7 +61,8 @@ def test_each_config_fits(name: str, topology: str, quick_compiler: None) -> Non
     split = report.mesh["fsdp"] * report.mesh["tensor"]
     assert memory.parameters >= report.num_params * width / split
     assert memory.parameters <= 1.1 * report.num_params * width / split
-    assert memory.optimizer > 0.9 * memory.parameters
+    if experiment.training.only is None:
+        assert memory.optimizer > 0.9 * memory.parameters
     assert memory.temporary > 0
     assert 0 < report.roofline.mfu <= 1
 
