@@ -215,7 +215,8 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("shifted", [False, True])
+# Shifted is the harder case; both are compiled twice, which takes its time.
+@pytest.mark.parametrize("shifted", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_pattern_on_a_mesh_equals_one_device(pattern, shifted):
     """Heads and sequence split at once, with two key heads for four parts; packed documents."""
