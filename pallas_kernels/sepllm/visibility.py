@@ -103,7 +103,7 @@ def sepllm_mask(
 
 
 class Retention(NamedTuple):
-    """Shares of the keys of full attention that are kept, float32 `[B]`; counts as float64 numpy.
+    """Shares of the keys of full attention that are kept, float32 `[B]`, from 0 to 1.
 
     `final`: by the last query of each row; `mean`: by all queries of a row together, which is also
     the share of the attention map that is computed.
