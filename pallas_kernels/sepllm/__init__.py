@@ -55,8 +55,8 @@ def sepllm_attention(
         padding.
       starts: int32 `[B]`, the column of each row's first token after its left padding; None for 0.
       separator_capacity: initial tokens and separators of a row, its last window aside, that the
-        compact array has room for, to save memory; where a row has more, the whole is computed
-        with room for all. None: room for all.
+        compact array has room for; where a row has more, the whole is computed with room for all.
+        A small one gathers less; memory is reserved for either case. None: room for all.
       scale: of the logits, default `D**-0.5`.
       logit_softcap: c in `c · tanh(logits / c)`, after the scale.
       implementation: None or `"xla"`, which runs everywhere.
