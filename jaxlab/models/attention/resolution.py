@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlab.data.separators import separator_ids
-from jaxlab.errors import ConfigError
+from jaxlab.errors import ConfigError, TokenizerError
 from jaxlab.models.attention_config import PatternConfig, SepLLMAttention, XAttention
 from jaxlab.models.config import ModelConfig
 
@@ -53,9 +53,16 @@ def _with_ids(attention: SepLLMAttention, config: ModelConfig, tokenizer: Any) -
     if isinstance(separators, str):
         ids = separator_ids(tokenizer, rule=separators)
     else:
-        strings = tuple(s for s in separators if isinstance(s, str))
-        found = separator_ids(tokenizer, characters=strings, rule="exact")
-        ids = tuple(sorted({*(i for i in separators if isinstance(i, int)), *found}))
+        found = {i for i in separators if isinstance(i, int)}
+        for string in (s for s in separators if isinstance(s, str)):
+            try:
+                found.update(separator_ids(tokenizer, characters=(string,), rule="exact"))
+            except TokenizerError as error:
+                raise ConfigError(
+                    f"attention.separators holds {string!r}, which is no single token of this "
+                    "tokenizer: leave it out, or list token ids"
+                ) from error
+        ids = tuple(sorted(found))
     ids = tuple(i for i in ids if i < config.vocab_size)
     if config.pad_token_id in ids and config.pad_token_id not in config.eos_token_ids:
         raise ConfigError(
