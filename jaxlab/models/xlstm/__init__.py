@@ -1,0 +1,1 @@
+"""xLSTM language models: memory of a fixed size instead of attention."""
