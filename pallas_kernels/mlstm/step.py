@@ -1,0 +1,54 @@
+"""One token of the mLSTM recurrence, and its gates."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+State = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class Cell(NamedTuple):
+    """What is known of the cell when tracing."""
+
+    eps: float
+    scale: float
+    input_gate: str
+    normalize: bool
+
+
+def log_gates(i: jax.Array, f: jax.Array, input_gate: str) -> tuple[jax.Array, jax.Array]:
+    """Logarithms of the input and the forget gate, at least float32, of their pre-activations."""
+    i, f = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (i, f))
+    return (i if input_gate == "exp" else jax.nn.log_sigmoid(i)), jax.nn.log_sigmoid(f)
+
+
+def step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_i: jax.Array,
+    log_f: jax.Array,
+    state: State,
+    cell: Cell,
+) -> tuple[jax.Array, State]:
+    """`h [..., dv]` and the next state, of `q, k [..., dqk]`, `v [..., dv]`, gates `[...]`."""
+    c, n, m = state
+    # m is a gauge: outputs do not depend on it, so no gradient goes through it.
+    m = jax.lax.stop_gradient(m)
+    next_m = m
+    if cell.input_gate == "exp":
+        next_m = jnp.maximum(jax.lax.stop_gradient(log_f) + m, jax.lax.stop_gradient(log_i))
+    # Only memory that nothing was ever written to has m = -inf.
+    base = jnp.where(next_m == -jnp.inf, 0.0, next_m)
+    forget, write = jnp.exp(log_f + m - base), jnp.exp(log_i - base)
+    c = forget[..., None, None] * c + (write[..., None] * k)[..., :, None] * v[..., None, :]
+    n = forget[..., None] * n + write[..., None] * k
+    numerator = cell.scale * jnp.einsum(
+        "...k,...kv->...v", q, c, precision=jax.lax.Precision.HIGHEST
+    )
+    if not cell.normalize:
+        return numerator, (c, n, next_m)
+    denominator = jnp.abs(cell.scale * jnp.sum(q * n, axis=-1))
+    denominator = jnp.maximum(denominator, jnp.exp(-base)) + cell.eps
+    return numerator / denominator[..., None], (c, n, next_m)
