@@ -1,5 +1,6 @@
 """mLSTM: a recurrence with a matrix as memory, computed over whole sequences or token by token."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -12,9 +13,11 @@ from pallas_kernels.mlstm.arguments import (
     check_state,
     check_tokens,
 )
+from pallas_kernels.mlstm.borders import document_borders
 from pallas_kernels.mlstm.reference import mlstm_reference
-from pallas_kernels.mlstm.step import Cell, log_gates, step
+from pallas_kernels.mlstm.step import Cell, empty_state, log_gates, step
 from pallas_kernels.mlstm.summary import MLSTMSummary, mlstm_compose, mlstm_summary
+from pallas_kernels.mlstm.xla import Spec, Tokens, default_chunk_size, mlstm_xla, without_padding
 
 __all__ = [
     "MLSTMState",
@@ -102,21 +105,28 @@ def mlstm(
     if initial_state is not None:
         check_state(k, v, initial_state)
     check_implementation(implementation)
-    h, state = mlstm_reference(
-        q,
-        k,
-        v,
-        i,
-        f,
-        initial_state=initial_state,
-        previous_segment=previous_segment,
-        segment_ids=segment_ids,
-        mask=mask,
-        eps=eps,
-        scale=scale,
-        input_gate=input_gate,
-        normalize=normalize,
+    batch, time, heads, width = k.shape
+    accumulate = jnp.promote_types(q.dtype, jnp.float32)
+    log_i, log_f = log_gates(i, f, input_gate)
+    border = document_borders(segment_ids, mask, previous_segment)
+    tokens = Tokens(q, k, v, log_i.astype(accumulate), log_f.astype(accumulate), border)
+    if mask is not None:
+        tokens = without_padding(tokens, mask)
+    if initial_state is None:
+        state = empty_state(batch, heads, width, v.shape[-1], accumulate)
+    else:
+        c, n, m = initial_state
+        state = (c.astype(accumulate), n.astype(accumulate), m.astype(accumulate))
+    exact = jnp.finfo(q.dtype).bits >= 32
+    spec = Spec(
+        Cell(eps, width**-0.5 if scale is None else scale, input_gate, normalize),
+        default_chunk_size(time) if chunk_size is None else min(chunk_size, time),
+        jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
     )
+    h, state = mlstm_xla(tokens, state, spec)
+    h = h.astype(q.dtype)
+    if mask is not None:
+        h = jnp.where(mask[..., None, None], h, 0)
     return (h, state) if return_state else h
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.mlstm.step import Cell, State, log_gates, step
+from pallas_kernels.mlstm.step import Cell, State, empty_state, log_gates, step
 
 
 def mlstm_reference(
@@ -27,11 +27,7 @@ def mlstm_reference(
     batch, time, heads, width = k.shape
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
     cell = Cell(eps, width**-0.5 if scale is None else scale, input_gate, normalize)
-    empty = (
-        jnp.zeros((batch, heads, width, v.shape[-1]), accumulate),
-        jnp.zeros((batch, heads, width), accumulate),
-        jnp.zeros((batch, heads), accumulate),
-    )
+    empty = empty_state(batch, heads, width, v.shape[-1], accumulate)
     state = empty if initial_state is None else initial_state
     c, n, m = (x.astype(accumulate) for x in state)
     if segment_ids is None:

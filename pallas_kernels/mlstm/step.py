@@ -17,6 +17,15 @@ class Cell(NamedTuple):
     normalize: bool
 
 
+def empty_state(batch: int, heads: int, dqk: int, dv: int, dtype) -> State:
+    """All zeros, m too: the memory before a document's first token."""
+    return (
+        jnp.zeros((batch, heads, dqk, dv), dtype),
+        jnp.zeros((batch, heads, dqk), dtype),
+        jnp.zeros((batch, heads), dtype),
+    )
+
+
 def log_gates(i: jax.Array, f: jax.Array, input_gate: str) -> tuple[jax.Array, jax.Array]:
     """Logarithms of the input and the forget gate, at least float32, of their pre-activations."""
     i, f = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (i, f))
