@@ -102,15 +102,20 @@ def _mlstm_bwd(spec, saved, cotangents):
     d_h, (d_c, d_n, _) = cotangents
     total = jnp.sum(last[0] * d_c, (-2, -1)) + jnp.sum(last[1] * d_n, -1)
 
-    def chunk(later, inputs):
-        tokens, state, d_h = inputs
-        return _chunk_backward(tokens, state, d_h, later, spec)
+    zeros = Tokens(*(jnp.zeros_like(x) for x in tokens[:5]), None)
 
-    inputs = (_by_chunk(tokens, spec), before, _by_chunk(d_h, spec))
-    (d_c, d_n, _), d_tokens = jax.lax.scan(chunk, (d_c, d_n, total), inputs, reverse=True)
-    d_q, d_k, d_v, d_log_i, d_log_f = map(_by_row, d_tokens)
-    d_state = (d_c, d_n, jnp.zeros_like(last[2]))
-    return Tokens(d_q, d_k, d_v, d_log_i, d_log_f, None), d_state
+    def chunk(carry, inputs):
+        later, gradients = carry
+        index, state = inputs
+        later, d_tokens = _chunk_backward(
+            _cut(tokens, index, spec), state, _cut(d_h, index, spec), later, spec
+        )
+        return (later, _put(gradients, d_tokens, index, spec)), None
+
+    start = (d_c, d_n, total), zeros
+    indices = jnp.arange(tokens.q.shape[1] // spec.chunk_size)
+    ((d_c, d_n, _), d_tokens), _ = jax.lax.scan(chunk, start, (indices, before), reverse=True)
+    return d_tokens, (d_c, d_n, jnp.zeros_like(last[2]))
 
 
 _mlstm.defvjp(_mlstm_fwd, _mlstm_bwd)
@@ -119,26 +124,29 @@ _mlstm.defvjp(_mlstm_fwd, _mlstm_bwd)
 def _forward(tokens, state, spec):
     """h, the state after the row, and the states before each chunk."""
 
-    def chunk(state, tokens):
-        h, next_state = _chunk_forward(tokens, state, spec)
-        return next_state, (h, state)
+    def chunk(carry, index):
+        state, h = carry
+        part, next_state = _chunk_forward(_cut(tokens, index, spec), state, spec)
+        return (next_state, _put(h, part, index, spec)), state
 
-    last, (h, before) = jax.lax.scan(chunk, state, _by_chunk(tokens, spec))
-    return _by_row(h), last, before
-
-
-def _by_chunk(tree, spec):
-    """`[B,T,…]` to `[chunks,B,L,…]`."""
-
-    def cut(x):
-        return x.reshape(x.shape[0], -1, spec.chunk_size, *x.shape[2:]).swapaxes(0, 1)
-
-    return jax.tree.map(cut, tree)
+    h = jnp.zeros(tokens.v.shape, state[0].dtype)
+    indices = jnp.arange(tokens.q.shape[1] // spec.chunk_size)
+    (last, h), before = jax.lax.scan(chunk, (state, h), indices)
+    return h, last, before
 
 
-def _by_row(x):
-    x = x.swapaxes(0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
+# Chunks are cut from rows and put back where they lie: a scan's own inputs and outputs, with the
+# chunks in front, would be copies.
+def _cut(tree, index, spec):
+    size = spec.chunk_size
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=1), tree)
+
+
+def _put(tree, part, index, spec):
+    start = index * spec.chunk_size
+    return jax.tree.map(
+        lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, axis=1), tree, part
+    )
 
 
 class _Gates(NamedTuple):
@@ -270,11 +278,11 @@ def _chunk_backward(tokens, state, d_h, later, spec):
     d_log_i = jnp.sum(k * d_k, -1)
     d_log_f = _forget_gates(jnp.sum(q * d_q, -1) - d_log_i, total, tokens.border)
     total = jnp.sum(c * d_c, (-2, -1)) + jnp.sum(n * d_n, -1)
-    gradients = (d_q, d_k, d_v, d_log_i, d_log_f)
-    dtypes = (x.dtype for x in tokens[:5])
-    return (d_c, d_n, total), tuple(
-        x.swapaxes(1, 2).astype(dtype) for x, dtype in zip(gradients, dtypes, strict=True)
+    gradients = (
+        x.swapaxes(1, 2).astype(token.dtype)
+        for x, token in zip((d_q, d_k, d_v, d_log_i, d_log_f), tokens[:5], strict=True)
     )
+    return (d_c, d_n, total), Tokens(*gradients, None)
 
 
 def _forget_gates(change, total, border):
