@@ -102,7 +102,7 @@ def _mlstm_bwd(spec, saved, cotangents):
     d_h, (d_c, d_n, _) = cotangents
     total = jnp.sum(last[0] * d_c, (-2, -1)) + jnp.sum(last[1] * d_n, -1)
 
-    zeros = Tokens(*(jnp.zeros_like(x) for x in tokens[:5]), None)
+    zeros = jax.tree.map(jnp.zeros_like, tokens._replace(border=None))
 
     def chunk(carry, inputs):
         later, gradients = carry
@@ -278,11 +278,13 @@ def _chunk_backward(tokens, state, d_h, later, spec):
     d_log_i = jnp.sum(k * d_k, -1)
     d_log_f = _forget_gates(jnp.sum(q * d_q, -1) - d_log_i, total, tokens.border)
     total = jnp.sum(c * d_c, (-2, -1)) + jnp.sum(n * d_n, -1)
-    gradients = (
-        x.swapaxes(1, 2).astype(token.dtype)
-        for x, token in zip((d_q, d_k, d_v, d_log_i, d_log_f), tokens[:5], strict=True)
+    d_tokens = Tokens(d_q, d_k, d_v, d_log_i, d_log_f, None)
+    d_tokens = jax.tree.map(
+        lambda x, token: x.swapaxes(1, 2).astype(token.dtype),
+        d_tokens,
+        tokens._replace(border=None),
     )
-    return (d_c, d_n, total), Tokens(*gradients, None)
+    return (d_c, d_n, total), d_tokens
 
 
 def _forget_gates(change, total, border):
