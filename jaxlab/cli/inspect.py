@@ -45,7 +45,7 @@ def attention(
     [dim]$[/] jaxlab inspect attention --pattern cca --json
     """
     settings = [*([f"attention.pattern={pattern}"] if pattern else []), *(settings or [])]
-    content = _read(text)
+    content = read_text(text)
     if output.suffix not in (".png", ".pdf", ".svg"):
         raise typer.BadParameter(f"{str(output)!r} is no .png, .pdf or .svg", param_hint="--output")
     loaded = load_model(model, settings)
@@ -86,7 +86,8 @@ def attention(
     stderr().print(f"wrote {output}")
 
 
-def _read(source: str) -> str:
+def read_text(source: str) -> str:
+    """A text file, standard input for `-`, or the topics of the Python documentation."""
     if source == "-":
         return sys.stdin.read()
     if source == "python-docs":

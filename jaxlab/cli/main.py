@@ -16,6 +16,7 @@ from typing import NoReturn
 import typer
 
 from jaxlab.cli import (
+    calibrate,
     chat,
     convert,
     data,
@@ -61,6 +62,7 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data")
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(inspect.app, name="inspect")
+app.add_typer(calibrate.app, name="calibrate")
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:

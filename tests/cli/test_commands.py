@@ -14,7 +14,7 @@ import pytest
 
 COMMANDS = [
     "train", "generate", "chat", "eval", "inspect", "convert", "models", "preflight", "doctor",
-    "data",
+    "data", "calibrate",
 ]  # fmt: skip
 
 
@@ -44,12 +44,15 @@ def test_help_teaches_and_is_quick() -> None:
     assert loaded.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "data show", "inspect attention", "eval needle"])
+@pytest.mark.parametrize(
+    "command",
+    [*COMMANDS, "data show", "inspect attention", "eval needle", "calibrate xattention"],
+)
 def test_each_help_has_an_example(jaxlab_command, command) -> None:
     outcome = jaxlab_command(*command.split(), "--help")
     assert outcome.code == 0
     assert "\x1b" not in outcome.out
-    if command not in ("data", "inspect"):
+    if command not in ("data", "inspect", "calibrate"):
         assert f"$ jaxlab {command}" in outcome.out
 
 
