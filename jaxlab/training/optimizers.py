@@ -26,15 +26,27 @@ class OptimizerConfig(BaseModel):
         "that AdamW's learning rates serve.",
     )
     learning_rate: float = Field(3e-4, gt=0, description="The highest rate of the schedule.")
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine", description="After warm-up. wsd: constant, then a linear decay at the end."
+    schedule: Literal["cosine", "linear", "exponential", "constant", "wsd"] = Field(
+        "cosine",
+        description="Between warm-up and cool-down. exponential: a constant factor each step, for "
+        "runs that may be continued. wsd: constant, then a linear decay at the end.",
     )
     warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises linearly.")
+    decay_steps: int | None = Field(
+        None,
+        ge=1,
+        description="Steps after the warm-up in which cosine, linear and exponential reach "
+        "min_lr_ratio; then the first two stay there, and exponential goes on at its pace. null: "
+        "all that are neither warm-up nor cool-down.",
+    )
+    cooldown_steps: int = Field(
+        0, ge=0, description="Last steps, over which the rate falls linearly to 0."
+    )
     decay_fraction: float = Field(
         0.2, gt=0, le=1, description="Share of all steps in which wsd decays."
     )
     min_lr_ratio: float = Field(
-        0.0, ge=0, le=1, description="Where a schedule ends, as a share of learning_rate."
+        0.0, ge=0, le=1, description="Where a schedule's decay ends, as a share of learning_rate."
     )
     weight_decay: float = Field(
         0.1, ge=0, description="Decoupled decay, times the learning rate; of matrices only."
@@ -52,6 +64,21 @@ class OptimizerConfig(BaseModel):
     def _check(self) -> "OptimizerConfig":
         if self.schedule == "wsd" and self.decay_fraction == 1 and self.warmup_steps:
             raise ValueError("decay_fraction 1 leaves no room for warmup_steps: lower one of them")
+        if self.schedule == "exponential" and not self.min_lr_ratio:
+            raise ValueError(
+                "min_lr_ratio 0 is never reached by schedule exponential: give one above 0, such "
+                "as 0.1, and cooldown_steps to end at 0"
+            )
+        if self.schedule == "wsd" and self.cooldown_steps:
+            raise ValueError(
+                f"cooldown_steps {self.cooldown_steps} does not go with schedule wsd, which decays "
+                "in the last decay_fraction of the steps: use schedule constant for a cool-down"
+            )
+        if self.schedule in ("constant", "wsd") and self.decay_steps is not None:
+            raise ValueError(
+                f"decay_steps {self.decay_steps} has no meaning for schedule {self.schedule}: "
+                "leave it out, or use cosine, linear or exponential"
+            )
         return self
 
 
@@ -59,33 +86,47 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate as a function of the number of updates done so far.
 
     Warm-up rises linearly to `learning_rate`, which the first step after it uses; the last of
-    `steps` updates comes one short of the schedule's end, `learning_rate * min_lr_ratio`.
+    `steps` updates comes one short of the schedule's end: `learning_rate * min_lr_ratio`, or 0
+    after a cool-down, which falls linearly from wherever the schedule is by then.
 
     Raises:
-      ConfigError: the warm-up is longer than the run.
+      ConfigError: warm-up and cool-down are longer than the run.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
+    peak, warmup, cooldown = config.learning_rate, config.warmup_steps, config.cooldown_steps
     if warmup >= steps:
         raise ConfigError(
             f"optimizer.warmup_steps {warmup} is not less than training.steps {steps}: "
             "shorten the warm-up or train longer"
         )
-    rest = steps - warmup
+    rest = steps - warmup - cooldown
+    if rest < 1:
+        raise ConfigError(
+            f"optimizer.warmup_steps {warmup} and optimizer.cooldown_steps {cooldown} leave none "
+            f"of training.steps {steps} between them: shorten them or train longer"
+        )
     floor = peak * config.min_lr_ratio
+    decay = config.decay_steps or rest
     if config.schedule == "cosine":
-        schedule = optax.cosine_decay_schedule(peak, rest, alpha=config.min_lr_ratio)
+        schedule = optax.cosine_decay_schedule(peak, decay, alpha=config.min_lr_ratio)
     elif config.schedule == "linear":
-        schedule = optax.linear_schedule(peak, floor, rest)
+        schedule = optax.linear_schedule(peak, floor, decay)
+    elif config.schedule == "exponential":
+        schedule = optax.exponential_decay(peak, decay, config.min_lr_ratio)
     elif config.schedule == "wsd":
         decay = min(rest, max(1, round(steps * config.decay_fraction)))
         schedule = optax.linear_schedule(peak, floor, decay, transition_begin=rest - decay)
     else:
         schedule = optax.constant_schedule(peak)
-    if not warmup:
-        return schedule
-    # Begins at one step's worth and not at 0: a step at rate 0 would be wasted.
-    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
-    return optax.join_schedules([rise, schedule], [warmup])
+    parts, borders = [schedule], []
+    if warmup:
+        # Begins at one step's worth and not at 0: a step at rate 0 would be wasted.
+        parts.insert(0, optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)))
+        borders.append(warmup)
+    if cooldown:
+        fall = optax.linear_schedule(1.0, 0.0, cooldown)
+        parts.append(lambda count: schedule(rest) * fall(count))
+        borders.append(steps - cooldown)
+    return optax.join_schedules(parts, borders) if borders else schedule
 
 
 def make_optimizer(

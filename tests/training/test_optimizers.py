@@ -59,6 +59,80 @@ def test_wsd_is_flat_and_then_falls():
     )
 
 
+def test_exponential_goes_on_at_its_pace_and_cools_down_to_zero():
+    got = rates(
+        16,
+        schedule="exponential",
+        warmup_steps=2,
+        decay_steps=5,
+        min_lr_ratio=0.1,
+        cooldown_steps=4,
+    )
+    np.testing.assert_allclose(got[:2], [0.5, 1.0])
+    np.testing.assert_allclose(got[2:12], 0.1 ** (np.arange(10) / 5), rtol=1e-6)
+    before = 0.1 ** (10 / 5)  # what the 13th update would have had
+    np.testing.assert_allclose(got[12:], before * np.array([4, 3, 2, 1, 0]) / 4, atol=1e-8)
+
+
+def test_exponential_fills_what_warm_up_and_cool_down_leave():
+    got = rates(12, schedule="exponential", warmup_steps=3, min_lr_ratio=0.25, cooldown_steps=1)
+    np.testing.assert_allclose(got[3:11], 0.25 ** (np.arange(8) / 8), rtol=1e-6)
+    np.testing.assert_allclose(got[11:], [0.25, 0.0], rtol=1e-6)
+
+
+def test_exponential_over_the_steps_of_xlstm_7b():
+    schedule = make_schedule(
+        OptimizerConfig(
+            learning_rate=5e-4,
+            schedule="exponential",
+            warmup_steps=3000,
+            decay_steps=497_000,
+            min_lr_ratio=0.1,
+            cooldown_steps=7000,
+        ),
+        550_000,
+    )
+    expected = {0: 5e-4 / 3000, 3000: 5e-4, 500_000: 5e-5, 550_000: 0.0}
+    expected[543_000] = 5e-4 * 0.1 ** (540_000 / 497_000)
+    expected[546_500] = expected[543_000] / 2
+    for step, rate in expected.items():
+        assert float(schedule(step)) == pytest.approx(rate, rel=2e-6, abs=1e-10), step
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_every_schedule_can_cool_down(schedule):
+    fields = {"schedule": schedule, "warmup_steps": 2, "min_lr_ratio": 0.5}
+    got = rates(12, cooldown_steps=4, **fields)
+    np.testing.assert_allclose(got[:8], rates(8, **fields)[:8], rtol=1e-6)
+    end = 1.0 if schedule == "constant" else 0.5
+    np.testing.assert_allclose(got[8:], end * np.array([4, 3, 2, 1, 0]) / 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_decay_that_ends_early_stays_at_its_floor(schedule):
+    got = rates(10, schedule=schedule, decay_steps=4, min_lr_ratio=0.2)
+    np.testing.assert_allclose(got[4:], 0.2, rtol=1e-6)
+    assert got[3] > 0.2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"schedule": "exponential"}, "min_lr_ratio 0 is never reached"),
+        ({"schedule": "wsd", "cooldown_steps": 5}, "cooldown_steps 5 does not go with"),
+        ({"schedule": "constant", "decay_steps": 5}, "decay_steps 5 has no meaning"),
+    ],
+)
+def test_schedules_that_contradict_themselves(fields, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**fields)
+
+
+def test_warm_up_and_cool_down_leave_a_step_between_them():
+    with pytest.raises(ConfigError, match=r"warmup_steps 4 and optimizer\.cooldown_steps 6 leave"):
+        make_schedule(OptimizerConfig(warmup_steps=4, cooldown_steps=6), 10)
+
+
 def test_a_warm_up_longer_than_the_run_is_refused():
     with pytest.raises(ConfigError, match="warmup_steps 10 is not less than"):
         make_schedule(OptimizerConfig(warmup_steps=10), 10)
