@@ -32,6 +32,10 @@ def document_of(record: dict, text_field: str, messages_field: str, where: str) 
         return text
     messages = record.get(messages_field)
     if messages is None:
+        if text_field in record:
+            raise DataError(
+                f"{where}: field {text_field!r} is null, not a string: remove the record"
+            )
         raise DataError(no_field_message(where, text_field, messages_field, list(record)))
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: field {messages_field!r} is not a list of messages")

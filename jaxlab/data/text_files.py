@@ -102,7 +102,7 @@ class JsonLines:
         line = _decode(os.pread(self._file.fileno(), end - start, start), self._path, start)
         try:
             record = json.loads(line.removeprefix("\ufeff"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter: brackets a thousand deep
             raise DataError(
                 f"{self.describe(index)} is not JSON ({error}): {line[:60]!r}. "
                 "Each line of the file has to be one JSON object"

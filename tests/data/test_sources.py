@@ -207,11 +207,14 @@ def test_line_that_is_not_json(tmp_path):
     fails(path, "a.jsonl line 3", "not JSON", "broken")
     path.write_text('["a"]\n')
     fails(path, "line 1", "list", "'text'")
+    path.write_text("[" * 100_000 + "\n")  # deeper than the parser can go
+    fails(path, "a.jsonl line 1", "not JSON")
 
 
 def test_missing_field_names_those_found(tmp_path):
     fails(write_lines(tmp_path / "a.jsonl", [{"body": "x", "id": 1}]), "'body', 'id'", "text_field")
     fails(write_lines(tmp_path / "b.jsonl", [{"text": 3}]), "'text'", "int")
+    fails(write_lines(tmp_path / "n.jsonl", [{"text": None}]), "line 1", "'text' is null")
     fails(write_lines(tmp_path / "c.jsonl", [{"messages": [{"role": 1}]}]), "line 1", "role")
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "a.parquet")
     fails(tmp_path / "a.parquet", "'body'", "text_field")
