@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlab import checkpoints
 from jaxlab.config import parse_config
 from jaxlab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
+from jaxlab.errors import PromptError
 from jaxlab.models import KVCache, ModelConfig, Transformer, init_cache, resolve_attention
 
 if TYPE_CHECKING:
@@ -83,10 +85,37 @@ class Model:
         )
 
     def __call__(self, tokens: Any) -> jax.Array:
-        """Logits `[B, T, V]` with the model's own parameters, of `tokens` `[B, T]` or `[T]`."""
-        tokens = jnp.asarray(tokens, jnp.int32)
+        """Logits `[B, T, V]` with the model's own parameters, of `tokens` `[B, T]` or `[T]`.
+
+        Raises:
+          PromptError: there are no tokens, or, outside jit, one is not of the vocabulary.
+        """
+        tokens = self._checked(tokens, rows=None)
         with self.on_mesh():
-            return self._jitted_apply(self.params, tokens[None] if tokens.ndim == 1 else tokens)
+            return self._jitted_apply(self.params, tokens)
+
+    def _checked(self, tokens: Any, *, rows: int | None) -> jax.Array:
+        """`tokens` as int32 `[B, T]`, B being `rows` unless that is None."""
+        array = jnp.asarray(tokens)
+        if array.size and not jnp.issubdtype(array.dtype, jnp.integer):
+            raise PromptError(
+                f"tokens are {array.dtype}, not integers: give token ids, as "
+                "model.tokenizer.encode makes them"
+            )
+        shape = array.shape
+        array = jnp.atleast_2d(array.astype(jnp.int32))
+        if array.ndim != 2 or not array.size:
+            raise PromptError(
+                f"tokens have the shape {shape}: give [batch, time] with at least one token"
+            )
+        if rows is not None and array.shape[0] != rows:
+            raise PromptError(
+                f"tokens have {array.shape[0]} rows and the cache {rows}: give a row of tokens for "
+                "each row of the cache"
+            )
+        largest = self.config.vocab_size - 1
+        _check_within("tokens", array, 0, largest, "encode them with the model's own tokenizer")
+        return array
 
     def init_cache(self, batch_size: int, max_length: int, **options: Any) -> KVCache:
         """An empty cache of so many rows and tokens a row; see `jaxlab.models.init_cache`."""
@@ -102,12 +131,14 @@ class Model:
         each are real; the logits of the others mean nothing.
 
         Raises:
-          PromptError: outside jit, if a row has no room for T more tokens.
+          PromptError: there are no tokens, or their rows are not the cache's; outside jit, one is
+            not of the vocabulary, `num_tokens` is not within 0 … T, or a row has no room for them.
         """
-        tokens = jnp.asarray(tokens, jnp.int32)
+        tokens = self._checked(tokens, rows=cache.lengths.shape[0])
         cache.check_room(tokens.shape[1] if num_tokens is None else num_tokens)
         if num_tokens is not None:
             num_tokens = jnp.broadcast_to(jnp.asarray(num_tokens, jnp.int32), tokens.shape[:1])
+            _check_within("num_tokens", num_tokens, 0, tokens.shape[1], "tokens a row are given")
         with self.on_mesh():
             return self._jitted_extend(params, cache, tokens, num_tokens)
 
@@ -146,7 +177,7 @@ class Model:
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
-            stop=stop or (),  # type: ignore[arg-type]  # it makes a tuple of any of these
+            stop=() if stop is None else stop,  # type: ignore[arg-type]  # it makes a tuple
             seed=seed,
             **sampling,
         )
@@ -251,6 +282,16 @@ def load(source: str | Path, *, mesh: jax.sharding.Mesh | None = None, **overrid
         path, config, shardings=shardings, param_dtype=config.param_dtype
     )
     return Model(Transformer(config), params, tokenizer, mesh=mesh)
+
+
+def _check_within(name: str, values: jax.Array, low: int, high: int, why: str) -> None:
+    """Raise `PromptError` if a value lies outside `low` … `high`; silent under jit."""
+    if isinstance(values, jax.core.Tracer):
+        return
+    host = np.asarray(values)
+    outside = host[(host < low) | (host > high)]
+    if outside.size:
+        raise PromptError(f"{name} holds {outside[0]}, which is not within {low} … {high}: {why}")
 
 
 def _extend(

@@ -87,6 +87,52 @@ def test_generate_takes_every_kind_of_prompt(model):
         model.generate([{"role": "user", "content": "hello"}])
 
 
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        (None, "prompts is None, a NoneType"),
+        (3, "prompts is 3, a int"),
+        (b"text", "prompts is b'text', a bytes"),
+        ([["a", "b"]], "is not one prompt"),
+        ([[1.5]], "is not one prompt"),
+    ],
+)
+def test_what_is_no_prompt_is_named(model, prompts, expected):
+    with pytest.raises(PromptError, match=expected):
+        model.generate(prompts, max_new_tokens=1)
+
+
+def test_an_empty_stop_string_is_refused(model):
+    with pytest.raises(ConfigError, match="stop contains ''"):
+        model.generate("a", stop="")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([[259]], "tokens holds 259, which is not within 0 … 258"),
+        ([[-1]], "tokens holds -1, which"),
+        ([], "at least one token"),
+        ([[[1]]], "the shape"),
+        ([[1.5]], "not integers"),
+    ],
+)
+def test_tokens_no_text_can_have_are_refused(model, tokens, expected):
+    with pytest.raises(PromptError, match=expected):
+        model(tokens)
+    with pytest.raises(PromptError, match=expected):
+        model.extend(model.params, model.init_cache(1, 8), tokens)
+
+
+def test_extend_checks_rows_and_their_lengths(model):
+    cache = model.init_cache(2, 8)
+    with pytest.raises(PromptError, match="3 rows and the cache 2"):
+        model.extend(model.params, cache, [[1]] * 3)
+    for num_tokens in (-1, [1, 3]):
+        with pytest.raises(PromptError, match="num_tokens holds"):
+            model.extend(model.params, cache, [[1, 2]] * 2, num_tokens)
+
+
 def test_sampling_is_reproducible_by_seed(model):
     def sample(seed):
         return model.generate("abc", max_new_tokens=20, temperature=1.0, seed=seed)

@@ -11,7 +11,7 @@ tokens are real.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -233,6 +233,11 @@ class Generator:
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str) and not any(isinstance(part, dict) for part in prompt):
+            if not all(isinstance(token, int | np.integer) for token in prompt):
+                raise PromptError(
+                    f"{prompt!r:.60} is not one prompt: give a string, a list of chat messages "
+                    '{"role": …, "content": …}, or a list of token ids'
+                )
             return [int(token) for token in prompt]  # type: ignore[arg-type]
         if self.tokenizer is None:
             raise PromptError("a text prompt needs a tokenizer: give token ids instead")
@@ -349,6 +354,11 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt (string, chat messages or ids) as a list of one; a list of prompts as it is."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, bytes | dict) or not isinstance(prompts, Iterable):
+        raise PromptError(
+            f"prompts is {prompts!r:.60}, a {type(prompts).__name__}: give a string, a list of "
+            'chat messages {"role": …, "content": …}, or a list of these'
+        )
     prompts = list(prompts)  # type: ignore[assignment]
     if prompts and isinstance(prompts[0], dict | int | np.integer):
         return [prompts]  # type: ignore[list-item]
