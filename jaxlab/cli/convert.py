@@ -38,6 +38,12 @@ def convert(
         raise typer.BadParameter(
             f"{dtype!r} is not float32, bfloat16 or float16", param_hint="--dtype"
         )
+    if directory.suffix in (".gguf", ".safetensors"):
+        raise typer.BadParameter(
+            f"{str(directory)!r} is named like a file, and a Hugging Face directory is what is "
+            "written: leave out its ending",
+            param_hint="DIRECTORY",
+        )
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())) and not force:
         raise StorageError(f"{directory} exists and is not empty; choose another or use --force")
     types = [f"param_dtype={dtype}"] if dtype else []

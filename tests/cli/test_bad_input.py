@@ -185,6 +185,7 @@ def test_debug_shows_the_traceback(jaxlab_command, experiment) -> None:
         (["preflight", "x.yaml", "--mode", "sing"], "neither train nor decode"),
         (["data", "show", "x.yaml", "--split", "test"], "neither train nor validation"),
         (["convert", "a", "b", "--dtype", "int8"], "int8"),
+        (["convert", "a", "b.gguf"], "named like a file"),
     ],
 )
 def test_wrong_usage_exits_with_2(jaxlab_command, arguments, expected) -> None:
