@@ -1,8 +1,13 @@
 """What a run reads: the `data:` section of an experiment."""
 
-from typing import Literal
+import itertools
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from jaxlab.data.batch_ramp import size_at
+
+_Positive = Annotated[int, Field(ge=1)]
 
 
 class DataConfig(BaseModel):
@@ -49,6 +54,12 @@ class DataConfig(BaseModel):
     )
     sequence_length: int = Field(512, ge=2, description="Tokens in a row.")
     batch_size: int = Field(8, ge=1, description="Rows in a batch, over all processes.")
+    batch_ramp: tuple[tuple[_Positive, _Positive], ...] | None = Field(
+        None,
+        description="Smaller batches at the start of training, as pairs of rows and steps: "
+        "[[128, 2000], [256, 2000]] is 128 rows for 2,000 steps, 256 for 2,000, and batch_size "
+        "from then on. null: batch_size all along.",
+    )
     packing: bool = Field(
         True,
         description="Fill each row with documents, one after the other, told apart by segment "
@@ -85,3 +96,24 @@ class DataConfig(BaseModel):
         if names is not None and (not names or not all(name.strip() for name in names)):
             raise ValueError("names no data: give a file, a directory, a data set or 'python-docs'")
         return value
+
+    @model_validator(mode="after")
+    def _check(self) -> "DataConfig":
+        sizes = self.batch_sizes
+        for size, following in itertools.pairwise(sizes):
+            if size >= following:
+                raise ValueError(
+                    f"batch_ramp {[list(pair) for pair in self.batch_ramp or ()]} has {size} rows "
+                    f"before {following}, and batch_size is {self.batch_size}: let it rise to "
+                    "batch_size, or set batch_ramp to null"
+                )
+        return self
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Rows of the batches of training, rising: those of the ramp, and `batch_size`."""
+        return (*(size for size, _ in self.batch_ramp or ()), self.batch_size)
+
+    def batch_size_at(self, step: int) -> int:
+        """Rows of the training batch that comes after `step` others."""
+        return size_at(self.batch_ramp or (), self.batch_size, step)

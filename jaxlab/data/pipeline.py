@@ -13,6 +13,7 @@ import weakref
 import grain
 import numpy as np
 
+from jaxlab.data.batch_ramp import RampedBatchIterDataset
 from jaxlab.data.config import DataConfig
 from jaxlab.data.documents import Source, Split
 from jaxlab.data.packing import encode_document, finish_rows, row_origin, split_document
@@ -29,6 +30,7 @@ _IDENTITY = (
     "document_separator",
     "sequence_length",
     "batch_size",
+    "batch_ramp",
     "packing",
     "shuffle",
     "shuffle_rows",
@@ -51,7 +53,8 @@ def make_pipeline(
     """The batches of one split for one process.
 
     Args:
-      config: where the data is and its sizes; `config.batch_size` counts the rows of all processes.
+      config: where the data is and its sizes; `config.batch_size` counts the rows of all processes,
+        and so do the sizes of `config.batch_ramp`, by which "train" begins.
       tokenizer: a `jaxlab.data.Tokenizer`.
       split: "train": endless, documents reshuffled every epoch, rows shuffled in windows.
         "validation": one pass in a fixed order; rows of padding (segment 0, loss mask 0) complete
@@ -65,19 +68,20 @@ def make_pipeline(
 
     Raises:
       DataError: the data is missing, empty or malformed, or process_count does not divide
-        batch_size.
+        batch_size or a size of batch_ramp.
     """
     if not 0 <= process_index < process_count:
         raise ValueError(
             f"process_index {process_index} is not below process_count {process_count}"
         )
-    if config.batch_size % process_count:
-        low = config.batch_size // process_count * process_count
-        near = f"{low} or {low + process_count}" if low else str(process_count)
-        raise DataError(
-            f"data.batch_size {config.batch_size} can't be divided among {process_count} "
-            f"processes; {near} can"
-        )
+    for size in config.batch_sizes if split == "train" else (config.batch_size,):
+        if size % process_count:
+            low = size // process_count * process_count
+            near = f"{low} or {low + process_count}" if low else str(process_count)
+            name = "batch_size" if size == config.batch_size else "batch_ramp"
+            raise DataError(
+                f"data.{name} {size} can't be divided among {process_count} processes; {near} can"
+            )
     source = open_split(config, split)
     return DataPipeline(
         _dataset(config, tokenizer, source, split, seed, process_index, process_count),
@@ -96,7 +100,8 @@ class DataPipeline:
     """An iterator of batches whose position can be saved and restored exactly.
 
     A batch is a dictionary of numpy arrays `[batch_size / process_count, sequence_length]`
-    (`row_ids` has no second axis); see `jaxlab.data.packing.finish_rows`.
+    (`row_ids` has no second axis), smaller ones while a ramp lasts; see
+    `jaxlab.data.packing.finish_rows`.
     """
 
     def __init__(self, dataset: grain.IterDataset, source: Source, identity: dict):
@@ -220,11 +225,13 @@ def _dataset(
         )
         rows = grain.experimental.WindowShuffleIterDataset(rows, window_size=window, seed=row_seed)
 
-    share = config.batch_size // process_count
-    first = process_index * share
     pad_token_id = tokenizer.pad_token_id or 0
 
     def finish(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        # Training has no end, so none of its batches is short.
+        size = len(batch["tokens"]) if split == "train" else config.batch_size
+        share = size // process_count
+        first = process_index * share
         mine = {key: value[first : first + share] for key, value in batch.items()}
         missing = share - len(mine["tokens"])
         if missing:
@@ -239,9 +246,12 @@ def _dataset(
             pad_token_id=pad_token_id,
         )
 
-    batches = rows.batch(config.batch_size, drop_remainder=False).map(finish)
+    if split == "train" and config.batch_ramp:
+        batches = RampedBatchIterDataset(rows, config.batch_ramp, config.batch_size)
+    else:
+        batches = rows.batch(config.batch_size, drop_remainder=False)
     return grain.experimental.ThreadPrefetchIterDataset(
-        batches, prefetch_buffer_size=config.prefetch
+        batches.map(finish), prefetch_buffer_size=config.prefetch
     )
 
 

@@ -203,6 +203,67 @@ def test_resumes_exactly_at_every_step(tmp_path, packing, num_workers, prefetch,
     assert plain.get_state() == states[steps]
 
 
+RAMP = [[2, 3], [4, 2]]
+
+
+@pytest.mark.parametrize(("num_workers", "prefetch"), [(0, 2), (2, 0)])
+def test_a_ramp_cuts_the_same_rows_into_growing_batches(tmp_path, num_workers, prefetch):
+    path, _ = write_documents(tmp_path, [5, 30, 1, 12, 17, 3, 25, 9, 20, 6, 11])
+    config = {"num_workers": num_workers, "prefetch": prefetch, "batch_ramp": RAMP}
+    ramped = pipeline(path, batch_size=8, **config)
+    states, batches = [ramped.get_state()], []
+    for _ in range(8):
+        batches.append(next(ramped))
+        states.append(json.loads(json.dumps(ramped.get_state())))
+    assert [len(batch["tokens"]) for batch in batches] == [2, 2, 2, 4, 4, 8, 8, 8]
+
+    one_by_one = take(pipeline(path, batch_size=2), 19)
+    joined = {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
+    rows = {key: np.concatenate([batch[key] for batch in one_by_one]) for key in joined}
+    assert same([joined], [rows])
+
+    batches += take(ramped, 2)
+    fresh = pipeline(path, batch_size=8, **config)
+    for step, state in enumerate(states):  # in each size, and where one follows another
+        fresh.set_state(state)
+        assert fresh.get_state() == state
+        assert same(take(fresh, 2), batches[step : step + 2]), step
+    fresh.reset()
+    assert same(take(fresh, 2), batches[:2])
+
+
+def test_processes_share_each_size_of_a_ramp(tmp_path):
+    path, _ = write_documents(tmp_path, [5, 30, 1, 12, 17, 3, 25, 9, 20, 6, 11])
+    whole = pipeline(path, batch_size=8, batch_ramp=RAMP)
+    shares = [pipeline(path, processes=(i, 2), batch_size=8, batch_ramp=RAMP) for i in range(2)]
+    for batch in take(whole, 7):
+        parts = [next(share) for share in shares]
+        joined = {key: np.concatenate([part[key] for part in parts]) for key in batch}
+        assert same([joined], [batch])
+    assert all(share.get_state() == whole.get_state() for share in shares)
+    with pytest.raises(DataError, match="batch_ramp 2 can't be divided among 4 processes; 4 can"):
+        pipeline(path, processes=(0, 4), batch_size=8, batch_ramp=RAMP)
+
+
+def test_validation_has_no_ramp(tmp_path):
+    path, _ = write_documents(tmp_path, [30, 30, 9])
+    ramped = list(pipeline(path, "validation", batch_ramp=[[1, 9]]))
+    assert same(ramped, list(pipeline(path, "validation")))
+
+
+@pytest.mark.parametrize("ramp", [[[4, 2], [2, 2]], [[8, 2]], [[2, 1], [2, 1]]])
+def test_a_ramp_has_to_rise(ramp):
+    with pytest.raises(ValueError, match="let it rise to batch_size"):
+        DataConfig(batch_size=8, batch_ramp=ramp)
+
+
+def test_the_size_of_each_step_of_a_ramp():
+    config = DataConfig(batch_size=8, batch_ramp=RAMP)
+    assert config.batch_sizes == (2, 4, 8)
+    assert [config.batch_size_at(step) for step in range(7)] == [2, 2, 2, 4, 4, 8, 8]
+    assert DataConfig(batch_size=8).batch_sizes == (8,)
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_validation_resumes_and_ends(tmp_path, packing):
     path, _ = write_documents(tmp_path, [5, 30, 1, 12, 17, 3, 25, 9, 20, 6, 0])
@@ -273,6 +334,8 @@ def test_position_of_other_data_is_refused(tmp_path):
     changed, _ = write_documents(tmp_path, [5, 30, 2])
     with pytest.raises(DataError, match="documents 2, now 3"):
         pipeline(changed).set_state(state)
+    with pytest.raises(DataError, match="batch_ramp None, now"):
+        pipeline(path, batch_ramp=[[2, 3]]).set_state(pipeline(path).get_state())
     with pytest.raises(DataError, match="version 2"):
         pipeline(path).set_state({**state, "version": 2})
 
