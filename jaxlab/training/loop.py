@@ -141,6 +141,7 @@ class _Run:
             self.model,
             num_devices=jax.device_count(),
             batch_size=config.data.batch_size,
+            batch_ramp=config.data.batch_sizes[:-1],
             sequence_length=config.data.sequence_length,
             accumulate=training.accumulate,
         )
@@ -273,23 +274,26 @@ class _Run:
 
         agreement = distributed.Agreement(self.mesh)
         watch = _Watch(self, writer, checkpointer, train_data)
-        compiled = None
+        compiled: dict[int, Any] = {}  # by rows of a batch
+        stopped_by = 0
         validation_loss = _recorded(writer.records, "validation_loss", start_step)
         step = start_step
         while step < training.steps:
             local = dict(next(train_data))
             rows = local.pop("row_ids")
             batch = distributed.global_batch(local, self.batch_sharding, self.share)
-            if compiled is None:
+            size = batch["tokens"].shape[0]
+            if size not in compiled:
+                stopped_by = watch.flush()  # compiling is not to count as that step's time
                 begun = time.perf_counter()
-                compiled = self.step_function.lower(state, batch).compile()
-                distributed.meet("compiled")
+                compiled[size] = self.step_function.lower(state, batch).compile()
+                distributed.meet(f"compiled for {size} rows")
                 reporter.on_compile(time.perf_counter() - begun)
                 watch.restart_clock()
-            state, metrics = compiled(state, batch)
+            state, metrics = compiled[size](state, batch)
             step += 1
             wish = agreement.say(interruption.signal_number)
-            stopped_by = watch.step_done(step, metrics, rows, wish)
+            stopped_by = watch.step_done(step, metrics, rows, size, wish) or stopped_by
             if jax.process_count() == 1:
                 stopped_by = interruption.signal_number  # nobody else has to agree
 
@@ -371,7 +375,7 @@ class _Run:
             "num_trainable": sum(leaf.size for leaf, is_trained in trained if is_trained),
             "params_bytes": _nbytes(state.params),
             "optimizer_bytes": _nbytes(state.opt_state),
-            "batch_size": self.config.data.batch_size,
+            "batch_size": self.config.data.batch_size_at(start_step),
             "sequence_length": self.config.data.sequence_length,
             "resumed": resumed,
         }
@@ -455,8 +459,8 @@ class _Watch:
     def __init__(self, run: _Run, writer: Any, checkpointer: Checkpointer, data: Any):
         config = run.config
         self._run, self._writer, self._checkpointer, self._data = run, writer, checkpointer, data
-        self._pending: tuple[int, Any, np.ndarray, Any] | None = None
-        self._tokens = config.data.batch_size * config.data.sequence_length
+        self._pending: tuple[int, Any, np.ndarray, int, Any] | None = None
+        self._row_tokens = config.data.sequence_length
         peak = peak_flops(jax.devices()[0])
         flops = train_flops_per_token(
             run.model, run.abstract_state.params, config.data.sequence_length
@@ -469,17 +473,20 @@ class _Watch:
         """Leave what happened since the last step out of the next step's time."""
         self._clock = time.perf_counter()
 
-    def step_done(self, step: int, metrics: Any, rows: np.ndarray, wish: Any) -> int:
-        """Take note of a step that was started; returns the signal all processes stop for, or 0."""
+    def step_done(self, step: int, metrics: Any, rows: np.ndarray, size: int, wish: Any) -> int:
+        """Take note of a step that was started; returns the signal all processes stop for, or 0.
+
+        `rows` are the ids of this process' rows, `size` the number of all processes' rows.
+        """
         stopped_by = self.flush()
-        self._pending = (step, metrics, rows, wish)
+        self._pending = (step, metrics, rows, size, wish)
         return stopped_by
 
     def flush(self) -> int:
         """Wait for the last step that was started, and record it."""
         if self._pending is None:
             return 0
-        step, metrics, rows, wish = self._pending
+        step, metrics, rows, size, wish = self._pending
         self._pending = None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         now = time.perf_counter()
@@ -491,7 +498,7 @@ class _Watch:
             "perplexity": perplexity(values["loss"]),
             "targets": values["weight"],
             "step_seconds": seconds,
-            "tokens_per_second": self._tokens / seconds,
+            "tokens_per_second": size * self._row_tokens / seconds,
         }
         if self._mfu is not None:
             record["mfu"] = self._mfu * record["tokens_per_second"]

@@ -73,6 +73,7 @@ class Plan:
     only: tuple[str, ...] | None = None
     z_loss: float = 0.0
     chunk_size: int = 256
+    batch_ramp: tuple[int, ...] = ()  # smaller batches before; they need no more memory
 
     @classmethod
     def of(cls, config: ExperimentConfig) -> Plan:
@@ -97,6 +98,7 @@ class Plan:
             only=config.training.only,
             z_loss=config.objective.z_loss,
             chunk_size=config.objective.chunk_size,
+            batch_ramp=config.data.batch_sizes[:-1],
         )
 
 
@@ -311,6 +313,7 @@ def _compile(plan: Plan, topology: Topology, mode: Mode) -> PreflightReport:
         batch_size=plan.batch_size,
         sequence_length=plan.sequence_length,
         accumulate=plan.accumulate if mode == "train" else 1,
+        batch_ramp=plan.batch_ramp if mode == "train" else (),
     )
     mesh = make_mesh(plan.mesh, devices)
     model = plan.model if mode == "train" else plan.model.replace(param_dtype=plan.model.dtype)

@@ -14,11 +14,11 @@ class Reporter:
 
         `info` has `name`, `output_dir` (str), `devices` (str), `mesh` (axis sizes), `start_step`,
         `steps`, `num_parameters`, `num_trainable`, `params_bytes`, `optimizer_bytes`,
-        `batch_size`, `sequence_length` and `resumed` (bool).
+        `batch_size` (of the next step), `sequence_length` and `resumed` (bool).
         """
 
     def on_compile(self, seconds: float) -> None:
-        """After the train step was compiled."""
+        """After the train step was compiled: at the start, and for each size of a batch ramp."""
 
     def on_step(self, metrics: dict[str, float]) -> None:
         """After each step, one step late: `step` (from 1), `loss`, `grad_norm`, `learning_rate`,

@@ -108,8 +108,12 @@ def check_mesh(
     batch_size: int,
     sequence_length: int,
     accumulate: int = 1,
+    batch_ramp: Sequence[int] = (),
 ) -> dict[str, int]:
     """Check, before anything is built, that a mesh divides the model and the batch.
+
+    Args:
+      batch_size, batch_ramp: rows of a batch, and of the smaller ones before it.
 
     Returns:
       The axis sizes.
@@ -118,16 +122,13 @@ def check_mesh(
       MeshError: names the axis, the sizes that do not divide, and a mesh that would work.
     """
     sizes = dict(config.shape) if isinstance(config, Mesh) else config.sizes(num_devices)
+    batches = [("data.batch_size", batch_size), *(("data.batch_ramp", n) for n in batch_ramp)]
 
     def faults(sizes: dict[str, int]) -> list[str]:
         rows = sizes["data"] * sizes["fsdp"]
-        micro = batch_size / accumulate
-        batch = f"data.batch_size {batch_size}"
-        if accumulate > 1:
-            batch += f" / training.accumulate {accumulate} = {micro:g} rows"
         width, heads, inner = model.hidden_size, model.num_heads, model.intermediate_size
         checks = [
-            ("data*fsdp", rows, batch, micro),
+            *(("data*fsdp", rows, *_micro_batch(name, n, accumulate)) for name, n in batches),
             ("fsdp", sizes["fsdp"], f"model.hidden_size {width}", width),
             ("tensor", sizes["tensor"], f"model.num_heads {heads}", heads),
             ("tensor", sizes["tensor"], f"model.intermediate_size {inner}", inner),
@@ -144,11 +145,12 @@ def check_mesh(
             if value % size
         ]
 
-    if batch_size % accumulate:
-        raise MeshError(
-            f"data.batch_size {batch_size} is not a multiple of training.accumulate {accumulate}: "
-            f"use a batch of {-(-batch_size // accumulate) * accumulate}"
-        )
+    for name, size in batches:
+        if size % accumulate:
+            raise MeshError(
+                f"{name} {size} is not a multiple of training.accumulate {accumulate}: "
+                f"use a batch of {-(-size // accumulate) * accumulate}"
+            )
     found = faults(sizes)
     if not found:
         return sizes
@@ -157,9 +159,10 @@ def check_mesh(
         remedy = f"{_describe(working)} would work"
     else:
         rows = num_devices * accumulate
+        larger = " and ".join(f"{name} {-(-size // rows) * rows}" for name, size in batches)
         remedy = (
-            f"no mesh of {num_devices} devices would; with data.batch_size "
-            f"{-(-batch_size // rows) * rows}, {_describe({'data': num_devices})} would work"
+            f"no mesh of {num_devices} devices would; with {larger}, "
+            f"{_describe({'data': num_devices})} would work"
         )
     raise MeshError(f"{'; '.join(found)}. {remedy}")
 
@@ -232,6 +235,13 @@ def shardings_like_params(tree: Any, params: Any, shardings: Any, mesh: Mesh) ->
         return replicated(mesh)
 
     return jax.tree_util.tree_map_with_path(sharding_of, tree)
+
+
+def _micro_batch(name: str, size: int, accumulate: int) -> tuple[str, float]:
+    rows = size / accumulate
+    if accumulate == 1:
+        return f"{name} {size}", rows
+    return f"{name} {size} / training.accumulate {accumulate} = {rows:g} rows", rows
 
 
 def _spec_of_part(

@@ -140,6 +140,33 @@ def test_a_signal_saves_and_the_next_run_goes_on(experiment, tmp_path, number):
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_ramp_trains_each_size_and_resumes_within_it(experiment, tmp_path):
+    ramp = {"batch_size": 12, "batch_ramp": [[4, 2], [8, 3]]}
+    training = {"checkpoint_every": 4, "eval_every": None}
+    reporter = Recorder()
+    whole = fit(
+        experiment(data=ramp, training=training, output_dir=str(tmp_path / "whole")),
+        reporter=reporter,
+    )
+    # A step is told of when the next one has begun, or before the next size is compiled.
+    compiles = [("start", "compile"), (1, 2, "compile"), (3, 4, "checkpoint"), (5, "compile")]
+    assert reporter.calls[:10] == [call for calls in compiles for call in calls]
+    assert reporter.info["batch_size"] == 4
+    records = [r for r in read_metrics(whole.output_dir) if "loss" in r]
+    tokens = [r["tokens_per_second"] * r["step_seconds"] for r in records]
+    np.testing.assert_allclose(tokens, 32 * np.array([4, 4, 8, 8, 8, 12]))
+
+    # As after a kill: what is left is the checkpoint of step 4, in the middle of the size 8.
+    shutil.copytree(tmp_path / "whole" / "checkpoints", tmp_path / "run" / "checkpoints")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    reporter = Recorder()
+    resumed = fit(experiment(data=ramp, training=training), reporter=reporter)
+    assert (reporter.info["start_step"], reporter.info["batch_size"]) == (4, 8)
+    assert_same(parameters(resumed), parameters(whole))
+    again = [r for r in read_metrics(resumed.output_dir) if "loss" in r]
+    assert [r["loss"] for r in again] == [r["loss"] for r in records[4:]]
+
+
 def test_resuming_on_another_mesh(experiment, tmp_path):
     def make(**sections):
         # Plain rates: Adam's first updates would turn rounding errors into whole steps.

@@ -49,6 +49,17 @@ def test_a_mesh_that_is_not_of_these_devices(mesh, message):
         make_mesh(MeshConfig(**mesh))
 
 
+def test_a_mesh_has_to_divide_every_size_of_a_ramp():
+    shape = {"num_devices": 4, "batch_size": 8, "sequence_length": 16}
+    assert check_mesh(MeshConfig(), MODEL, batch_ramp=(4,), **shape)["data"] == 4
+    message = r"data\*fsdp = 4 does not divide data.batch_ramp 2. \{data: 2, .* would work"
+    with pytest.raises(MeshError, match=message):
+        check_mesh(MeshConfig(), MODEL, batch_ramp=(2, 4), **shape)
+    message = "data.batch_ramp 2 is not a multiple of training.accumulate 4: use a batch of 4"
+    with pytest.raises(MeshError, match=message):
+        check_mesh(MeshConfig(), MODEL, batch_ramp=(2,), accumulate=4, **shape)
+
+
 @pytest.mark.parametrize(
     ("mesh", "model", "batch", "time", "accumulate", "message"),
     [
