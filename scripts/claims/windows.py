@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pydoc_data.topics
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxlab
@@ -37,11 +37,11 @@ def with_attention(model: jaxlab.Model, attention: Any) -> Transformer:
 
 def mean_losses(module: Transformer, params: Any, tokens: np.ndarray, scored: int) -> list[float]:
     """Nats a token of each window's last `scored` predictions."""
+    return [float(_loss(module, scored, params, row)) for row in tokens]
 
-    @jax.jit
-    def loss(params: Any, row: jax.Array) -> jax.Array:
-        hidden = module.apply({"params": params}, row[None, :-1], method="hidden_states")
-        logits = module.apply({"params": params}, hidden[:, -scored:], method="unembed")
-        return cross_entropy(logits, row[None, -scored:])[0]
 
-    return [float(loss(params, jnp.asarray(row))) for row in tokens]
+@partial(jax.jit, static_argnums=(0, 1))
+def _loss(module: Transformer, scored: int, params: Any, row: jax.Array) -> jax.Array:
+    hidden = module.apply({"params": params}, row[None, :-1], method="hidden_states")
+    logits = module.apply({"params": params}, hidden[:, -scored:], method="unembed")
+    return cross_entropy(logits, row[None, -scored:])[0]

@@ -8,8 +8,8 @@ import pytest
 
 REPORTS = {
     "kv_shifting": ["kv_shifting"],
-    "sepllm": ["sepllm_loss", "sepllm_stream"],
-    "cca": ["cca_loss", "cca_cost"],
+    "sepllm": ["sepllm_loss", "sepllm_tune", "sepllm_stream", "sepllm_million"],
+    "cca": ["cca_loss", "cca_tune", "cca_cost"],
     "xattention": ["xattention_selection", "xattention_loss", "xattention_speed"],
 }
 
