@@ -23,7 +23,14 @@ from jaxlab import checkpoints
 from jaxlab.config import parse_config
 from jaxlab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
 from jaxlab.errors import PromptError
-from jaxlab.models import KVCache, ModelConfig, Transformer, init_cache, resolve_attention
+from jaxlab.models import (
+    AnyModelConfig,
+    Cache,
+    LanguageModule,
+    init_cache,
+    module_for,
+    resolve_attention,
+)
 
 if TYPE_CHECKING:
     from jaxlab.inference import Generator
@@ -33,12 +40,12 @@ Prompt = str | Sequence[dict[str, str]]
 
 
 class Model:
-    """A decoder-only language model ready to use.
+    """A language model ready to use: a decoder-only transformer or an xLSTM.
 
     Attributes:
       module: the Linen module, `module.apply({"params": params}, tokens)`.
       params: its parameters, a tree of `jax.Array`.
-      config: the frozen `ModelConfig`.
+      config: the frozen `ModelConfig` or `XLSTMConfig`.
       tokenizer: a `Tokenizer`, or None for a model that came without one.
       mesh: the device mesh that the parameters are split over, or None. `model(tokens)`, `extend`
         and `generate` run on it; inside your own `jax.jit`, enter `model.on_mesh()` around it.
@@ -46,7 +53,7 @@ class Model:
 
     def __init__(
         self,
-        module: Transformer,
+        module: LanguageModule,
         params: Params,
         tokenizer: Tokenizer | None = None,
         *,
@@ -60,7 +67,7 @@ class Model:
         self.mesh = mesh
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> AnyModelConfig:
         return self.module.config
 
     @property
@@ -117,13 +124,13 @@ class Model:
         _check_within("tokens", array, 0, largest, "encode them with the model's own tokenizer")
         return array
 
-    def init_cache(self, batch_size: int, max_length: int, **options: Any) -> KVCache:
+    def init_cache(self, batch_size: int, max_length: int, **options: Any) -> Cache:
         """An empty cache of so many rows and tokens a row; see `jaxlab.models.init_cache`."""
         return init_cache(self.config, batch_size, max_length, **options)
 
     def extend(
-        self, params: Params, cache: KVCache, tokens: Any, num_tokens: Any = None
-    ) -> tuple[jax.Array, KVCache]:
+        self, params: Params, cache: Cache, tokens: Any, num_tokens: Any = None
+    ) -> tuple[jax.Array, Cache]:
         """Append `tokens`, int32 `[B, T]`, to the cache's rows: `(logits [B, T, V], cache)`.
 
         Pure: the cache given stays valid, so a speculative block can be tried and thrown away.
@@ -251,8 +258,8 @@ def load(source: str | Path, *, mesh: jax.sharding.Mesh | None = None, **overrid
         Hugging Face directory with safetensors; a `.gguf` file; or a hub id `"organisation/name"`.
       mesh: place each parameter on its shards of this mesh while it is read, by the rules of
         `jaxlab.training.sharding`. Default: the default device.
-      **overrides: fields of `ModelConfig`, for example `dtype="bfloat16"`; a section such as
-        `attention` takes a dict.
+      **overrides: fields of the model's configuration, for example `dtype="bfloat16"`; a section
+        such as `attention` takes a dict.
 
     Raises:
       CheckpointError: the source is missing, malformed or does not fit its configuration.
@@ -269,19 +276,19 @@ def load(source: str | Path, *, mesh: jax.sharding.Mesh | None = None, **overrid
             if isinstance(value, dict) and isinstance(known, dict) and "pattern" not in value:
                 value = {**known, **value}
             tree[name] = value
-        config = parse_config(ModelConfig, tree, default_origin=f"load({str(source)!r})")
+        config = parse_config(type(config), tree, default_origin=f"load({str(source)!r})")
     shardings = None
     if mesh is not None:
         from jaxlab.training.sharding import param_shardings
 
-        shardings = param_shardings(Transformer(config), mesh)
+        shardings = param_shardings(module_for(config), mesh)
     tokenizer = load_tokenizer(path)
     check_vocabulary(tokenizer, config)
     config = resolve_attention(config, tokenizer)
     params = checkpoints.load_params(
         path, config, shardings=shardings, param_dtype=config.param_dtype
     )
-    return Model(Transformer(config), params, tokenizer, mesh=mesh)
+    return Model(module_for(config), params, tokenizer, mesh=mesh)
 
 
 def _check_within(name: str, values: jax.Array, low: int, high: int, why: str) -> None:
@@ -295,12 +302,12 @@ def _check_within(name: str, values: jax.Array, low: int, high: int, why: str) -
 
 
 def _extend(
-    module: Transformer,
+    module: LanguageModule,
     params: Params,
-    cache: KVCache,
+    cache: Cache,
     tokens: jax.Array,
     num_tokens: jax.Array | None,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, Cache]:
     return module.apply(  # type: ignore[return-value]
         {"params": params}, tokens, cache=cache, num_tokens=num_tokens
     )

@@ -12,8 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from jaxlab.checkpoints.hf_xlstm import xlstm_from_hf, xlstm_to_hf
 from jaxlab.errors import ArchitectureError, CheckpointError
 from jaxlab.models.config import ModelConfig
+from jaxlab.models.families import AnyModelConfig
+from jaxlab.models.xlstm.config import XLSTMConfig
 
 # What transformers 5.24 assumes where config.json says nothing (models/*/configuration_*.py).
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -49,7 +52,7 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
 }
-SUPPORTED_ARCHITECTURES = tuple(_FAMILY_DEFAULTS)
+SUPPORTED_ARCHITECTURES = (*_FAMILY_DEFAULTS, "xlstm")
 # Far beyond any real model: a damaged file must not make us build lists of billions.
 MAX_LAYERS = 10_000
 
@@ -84,7 +87,7 @@ _OWN_KEY = "jaxlab"
 _OWN_FIELDS = ("attention", "kv_shift")
 
 
-def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
+def config_from_hf(hf: dict[str, Any]) -> AnyModelConfig:
     """Translate the contents of a Hugging Face `config.json`.
 
     Args:
@@ -104,6 +107,8 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
             f"architecture {architecture!r} (model_type in config.json) is not implemented; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
+    if architecture == "xlstm":
+        return xlstm_from_hf(hf)
     values = {**_FAMILY_DEFAULTS[architecture], **hf}
     required = [
         "vocab_size",
@@ -359,7 +364,7 @@ def _reasons(error: ValidationError) -> str:
     )
 
 
-def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
+def config_to_hf(config: AnyModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
     """The `config.json` that transformers loads as the same model.
 
     Args:
@@ -370,6 +375,8 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
       ArchitectureError: `config` has features that transformers' class for its `architecture` lacks
         (a sliding window in a Llama, say); the message lists them.
     """
+    if isinstance(config, XLSTMConfig):
+        return xlstm_to_hf(config, dtype=dtype)
     hf = _common_keys(config, dtype or config.param_dtype) | _family_keys(config)
     own = config.model_dump(mode="json", include=set(_OWN_FIELDS), exclude_defaults=True)
     if own:
@@ -479,7 +486,9 @@ def _family_keys(config: ModelConfig) -> dict[str, Any]:
 
 def _check_faithful(config: ModelConfig, hf: dict[str, Any]) -> None:
     """Read the result back: what differs is what this architecture cannot say."""
-    wanted, got = _comparable(config), _comparable(config_from_hf(hf))
+    loaded = config_from_hf(hf)
+    assert isinstance(loaded, ModelConfig)
+    wanted, got = _comparable(config), _comparable(loaded)
     differing = [key for key in wanted if not _close(wanted[key], got[key])]
     if differing:
         details = ", ".join(

@@ -6,43 +6,15 @@ One table serves both directions and both formats: Hugging Face and GGUF store t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 
+from jaxlab.checkpoints.stored_parameter import Path, StoredParameter, stored_parameter
+from jaxlab.checkpoints.xlstm_layout import xlstm_layout
 from jaxlab.models.config import ModelConfig
+from jaxlab.models.families import AnyModelConfig
+from jaxlab.models.xlstm.config import XLSTMConfig
 
-Path = tuple[str, ...]
 SHIFT_NAMES = ("key_shift", "value_shift")
-View = Callable[[np.ndarray], np.ndarray]
-
-
-@dataclass(frozen=True)
-class StoredParameter:
-    """One parameter of the tree: its shape here, and how to find it in a checkpoint.
-
-    Attributes:
-      path: where it is in the tree, for example `("layers", "attention", "q_proj", "kernel")`.
-      shape: of one layer's share, without the leading layer axis.
-      names: names of the stored tensor, the preferred one first; `{}` stands for the layer.
-      stored_shape: shape of the stored tensor.
-      view: stored tensor -> this parameter, a numpy view, so that slicing reads only the slice.
-      unview: this parameter (or one slice of the stored tensor, see `fused`) -> as stored.
-      fused: `(position, of)` if the stored tensor holds several parameters, interleaved per head.
-    """
-
-    path: Path
-    shape: tuple[int, ...]
-    names: tuple[str, ...]
-    stored_shape: tuple[int, ...]
-    view: View
-    unview: View
-    fused: tuple[int, int] | None = None
-
-    @property
-    def stacked(self) -> bool:
-        return self.path[0] == "layers"
 
 
 _HF_NAMES: dict[Path, str] = {
@@ -184,8 +156,10 @@ def parameter_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
     return shapes
 
 
-def hf_layout(config: ModelConfig) -> list[StoredParameter]:
+def hf_layout(config: AnyModelConfig) -> list[StoredParameter]:
     """Every parameter of `config` as a Hugging Face checkpoint stores it."""
+    if isinstance(config, XLSTMConfig):
+        return xlstm_layout(config)
     names = {"gemma2": _GEMMA2_NAMES, "gpt_neox": _GPT_NEOX_NAMES}.get(
         config.architecture, _HF_NAMES
     )
@@ -201,7 +175,7 @@ def hf_layout(config: ModelConfig) -> list[StoredParameter]:
             alternatives = [names[path]]
             if path == ("lm_head", "kernel") and config.architecture == "gpt_neox":
                 alternatives.append("lm_head.weight")
-            layout.append(_parameter(path, shape, tuple(alternatives)))
+            layout.append(stored_parameter(path, shape, tuple(alternatives)))
     return layout
 
 
@@ -209,51 +183,13 @@ def gguf_layout(config: ModelConfig) -> list[StoredParameter]:
     """Every parameter of `config` as llama.cpp's converter stores it in a GGUF file."""
     layout = []
     for path, shape in parameter_shapes(config).items():
-        entry = _parameter(path, shape, (_GGUF_NAMES[path],))
+        entry = stored_parameter(path, shape, (_GGUF_NAMES[path],))
         if config.architecture == "llama" and path[2:3] in (("q_proj",), ("k_proj",)):
             entry = _unpermuted(entry)
         if config.norm_unit_offset and path[-1] == "scale":
             entry = _minus_one(entry)
         layout.append(entry)
     return layout
-
-
-def _parameter(path: Path, shape: tuple[int, ...], names: tuple[str, ...]) -> StoredParameter:
-    """Linear weights are stored `[out, in]` with heads flattened; everything else as it is here."""
-
-    def identity(x: np.ndarray) -> np.ndarray:
-        return x
-
-    if path[-1] == "bias" and len(shape) == 2:  # [H, Dh]
-        stored: tuple[int, ...] = (shape[0] * shape[1],)
-        return StoredParameter(
-            path, shape, names, stored, lambda x: x.reshape(shape), lambda x: x.reshape(stored)
-        )
-    if path[-1] != "kernel":
-        return StoredParameter(path, shape, names, shape, identity, identity)
-    if len(shape) == 2:  # [in, out]
-        return StoredParameter(path, shape, names, shape[::-1], np.transpose, np.transpose)
-    if path[-2] == "o_proj":  # [H, Dh, D]
-        heads, head_dim, hidden = shape
-        stored = (hidden, heads * head_dim)
-        return StoredParameter(
-            path,
-            shape,
-            names,
-            stored,
-            lambda x: x.reshape(hidden, heads, head_dim).transpose(1, 2, 0),
-            lambda x: x.transpose(2, 0, 1).reshape(stored),
-        )
-    hidden, heads, head_dim = shape  # [D, H, Dh]
-    stored = (heads * head_dim, hidden)
-    return StoredParameter(
-        path,
-        shape,
-        names,
-        stored,
-        lambda x: x.reshape(heads, head_dim, hidden).transpose(2, 0, 1),
-        lambda x: x.transpose(1, 2, 0).reshape(stored),
-    )
 
 
 def _fused_qkv(path: Path, shape: tuple[int, ...], name: str) -> StoredParameter:

@@ -21,6 +21,7 @@ from jaxlab.data.gguf_file import GGUFFile
 from jaxlab.data.tokenizers import Tokenizer, load_tokenizer
 from jaxlab.errors import CheckpointError
 from jaxlab.models.config import ModelConfig
+from jaxlab.models.families import AnyModelConfig
 
 Params = dict[str, Any]
 
@@ -32,7 +33,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _MAX_LISTED = 6
 
 
-def read_config(path: str | os.PathLike[str]) -> ModelConfig:
+def read_config(path: str | os.PathLike[str]) -> AnyModelConfig:
     """The description of the model in a Hugging Face directory or a `.gguf` file.
 
     End-of-text ids of `generation_config.json`, where chat models list them all, are included.
@@ -57,7 +58,7 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
 
 def load_params(
     path: str | os.PathLike[str],
-    config: ModelConfig,
+    config: AnyModelConfig,
     *,
     shardings: Any = None,
     param_dtype: Any = None,
@@ -84,6 +85,8 @@ def load_params(
     path = Path(path)
     dtype = jnp.dtype(param_dtype or config.param_dtype)
     if _is_gguf(path):
+        if not isinstance(config, ModelConfig):
+            raise CheckpointError(f"{path}: GGUF files of {config.architecture} are not read")
         return _params_from_gguf(GGUFFile(path), config, dtype, shardings)
     source = _SafetensorsDirectory(path)
     return _read_tree(source, hf_layout(config), config, dtype, shardings)
@@ -249,7 +252,7 @@ def _params_from_gguf(
 def _read_tree(
     source: _Source,
     layout: list[StoredParameter],
-    config: ModelConfig,
+    config: AnyModelConfig,
     dtype: np.dtype,
     shardings: Any,
 ) -> Params:
@@ -277,14 +280,15 @@ def _check_tensors(
     source: _Source,
     shapes: Mapping[str, tuple[int, ...]],
     layout: list[StoredParameter],
-    config: ModelConfig,
+    config: AnyModelConfig,
 ) -> dict[tuple[str, ...], list[str]]:
     """Compare all of the file with the model before reading. Returns path -> a name per layer."""
     names: dict[tuple[str, ...], list[str]] = {}
     missing, mismatched = {}, {}
     for entry in layout:
-        template = next((name for name in entry.names if name.format(0) in shapes), entry.names[0])
-        layers = range(config.num_layers) if entry.stacked else (0,)
+        layers = entry.layers_of(config) if entry.stacked else (0,)
+        first = (name for name in entry.names if name.format(layers[0]) in shapes)
+        template = next(first, entry.names[0])
         wanted = [template.format(layer) for layer in layers]
         if entry.path[-1] in SHIFT_NAMES and not any(name in shapes for name in wanted):
             _check_shift_can_start(source, config)
@@ -327,7 +331,8 @@ def _check_tensors(
     return names
 
 
-def _check_shift_can_start(source: _Source, config: ModelConfig) -> None:
+def _check_shift_can_start(source: _Source, config: AnyModelConfig) -> None:
+    assert isinstance(config, ModelConfig)
     assert config.kv_shift is not None
     if config.kv_shift.init != "identity":
         raise CheckpointError(
@@ -338,7 +343,7 @@ def _check_shift_can_start(source: _Source, config: ModelConfig) -> None:
 
 
 def _identity_shift(
-    entry: StoredParameter, config: ModelConfig, sharding: jax.sharding.Sharding | None
+    entry: StoredParameter, config: AnyModelConfig, sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
     """Coefficients that leave keys and values as they are, for a checkpoint that has none."""
     taps = np.zeros((config.num_layers, *entry.shape), np.float32)
@@ -377,13 +382,18 @@ def _read_parameter(
         # Dequantising again for every shard would cost more than holding this one parameter.
         whole = read(everything)
         return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
-    # Devices that hold the same part (replicas) share one read.
-    parts: dict[Any, np.ndarray] = {}
-
-    def part(index: Any) -> np.ndarray:
-        key = tuple((s.start, s.stop) for s in index)
-        if key not in parts:
-            parts[key] = read(index)
-        return parts[key]
-
-    return jax.make_array_from_callback(shape, sharding, part)
+    # Devices that hold the same part (replicas) share one read; no more than one part is here.
+    holders: dict[Any, list[jax.Device]] = {}
+    indices = sharding.addressable_devices_indices_map(shape)
+    for device, index in indices.items():
+        assert index is not None
+        holders.setdefault(tuple((s.start, s.stop) for s in index), []).append(device)
+    arrays = []
+    for devices in holders.values():
+        index = indices[devices[0]]
+        assert index is not None
+        part = read(index)
+        arrays += [jax.device_put(part, device) for device in devices]
+        jax.block_until_ready(arrays[-len(devices) :])
+        source.release_pages()
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)

@@ -6,11 +6,12 @@ The format (github.com/huggingface/safetensors): 8 bytes little-endian header le
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from jaxlab.errors import CheckpointError
+from jaxlab.errors import CheckpointError, StorageError
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -55,6 +56,8 @@ class TensorEntry:
 class SafetensorsFile:
     """One open file. `entries` maps names to `TensorEntry`; `tensor(name)` is a view of the map.
 
+    `metadata` is what the header says besides, unchecked.
+
     Raises:
       CheckpointError: the file is not a complete, well-formed safetensors file.
     """
@@ -64,7 +67,7 @@ class SafetensorsFile:
         try:
             with self.path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                self.entries = _read_header(file, size, self.path)
+                self.entries, self.metadata = _read_header(file, size, self.path)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror or error}") from error
@@ -82,7 +85,9 @@ class SafetensorsFile:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
-def _read_header(file: BinaryIO, size: int, path: Path) -> dict[str, TensorEntry]:
+def _read_header(
+    file: BinaryIO, size: int, path: Path
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     remedy = "the download or copy is incomplete or damaged: fetch the file again"
     if size < 8:
         raise CheckpointError(f"{path} has {size} bytes, too few for a safetensors file: {remedy}")
@@ -100,13 +105,13 @@ def _read_header(file: BinaryIO, size: int, path: Path) -> dict[str, TensorEntry
         ) from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is not a JSON object: {remedy}")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     data_bytes = size - 8 - length
     entries = {
         name: _entry(name, value, 8 + length, data_bytes, path) for name, value in header.items()
     }
     _check_contiguous(entries, 8 + length, size, path)
-    return entries
+    return entries, metadata if isinstance(metadata, dict) else {}
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -169,11 +174,47 @@ def dtype_name(dtype: Any) -> str:
 
 def header_bytes(tensors: Iterable[tuple[str, tuple[int, ...]]], dtype: Any) -> bytes:
     """Length prefix and header of a file that holds `tensors`, all of one type, in this order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    return _header([(name, shape, np.dtype(dtype)) for name, shape in tensors], {"format": "pt"})
+
+
+def save_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], metadata: dict[str, str]
+) -> None:
+    """Write a file of its own in one step: an interrupted or failed write leaves the old one.
+
+    Raises:
+      StorageError: the disk is full, or the place cannot be written.
+    """
+    path = Path(path)
+    # The widest types first: every tensor is then aligned to its type.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    header = _header([(name, array.shape, array.dtype) for name, array in ordered], metadata)
+    staging = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with staging.open("wb") as file:
+            file.write(header)
+            for _, array in ordered:
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.replace(path)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror or error}. Choose another place"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):  # it was renamed, or could not be made
+            staging.unlink()
+
+
+def _header(
+    tensors: Iterable[tuple[str, tuple[int, ...], np.dtype]], metadata: dict[str, str]
+) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
     position = 0
-    itemsize = np.dtype(dtype).itemsize
-    for name, shape in tensors:
-        end = position + math.prod(shape) * itemsize
+    for name, shape, dtype in tensors:
+        end = position + math.prod(shape) * dtype.itemsize
         header[name] = {
             "dtype": dtype_name(dtype),
             "shape": list(shape),

@@ -27,7 +27,7 @@ from jaxlab.checkpoints.loading import INDEX_NAME, WEIGHTS_NAME, Params
 from jaxlab.checkpoints.safetensors_file import header_bytes
 from jaxlab.data.tokenizers import Tokenizer
 from jaxlab.errors import CheckpointError, StorageError
-from jaxlab.models.config import ModelConfig
+from jaxlab.models.families import AnyModelConfig
 
 _DEFAULT_SHARD_BYTES = 5_000_000_000
 # With tokenizer*, chat_template* and model*.safetensors: what a saved model consists of.
@@ -44,18 +44,18 @@ _MODEL_FILES = {
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One tensor of the file: from one parameter, or from several interleaved per head."""
+    """One tensor of the file, from row `row` of one parameter, or of several."""
 
     name: str
     shape: tuple[int, ...]
-    layer: int | None
+    row: int | None  # None: the parameter is not stacked
     parts: tuple[StoredParameter, ...]
 
 
 def save_pretrained(
     directory: str | os.PathLike[str],
     params: Params,
-    config: ModelConfig,
+    config: AnyModelConfig,
     tokenizer: Tokenizer | None = None,
     *,
     dtype: Any = None,
@@ -116,14 +116,14 @@ def save_pretrained(
     _agree(failure, directory)
 
 
-def _check_params(params: Params, layout: list[StoredParameter], config: ModelConfig) -> None:
+def _check_params(params: Params, layout: list[StoredParameter], config: AnyModelConfig) -> None:
     found = {
         tuple(key.key for key in path): leaf.shape
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
         if all(hasattr(key, "key") for key in path)
     }
     expected = {
-        entry.path: (config.num_layers, *entry.shape) if entry.stacked else entry.shape
+        entry.path: (len(entry.layers_of(config)), *entry.shape) if entry.stacked else entry.shape
         for entry in layout
     }
     wrong = [
@@ -140,24 +140,30 @@ def _check_params(params: Params, layout: list[StoredParameter], config: ModelCo
         )
 
 
-def _tensors(layout: list[StoredParameter], config: ModelConfig) -> list[_Tensor]:
+def _tensors(layout: list[StoredParameter], config: AnyModelConfig) -> list[_Tensor]:
     """The tensors of the file: those before the layers, layer by layer, those after."""
-    groups: dict[str, list[StoredParameter]] = {}
+    groups: dict[tuple[str, Any], list[StoredParameter]] = {}
     for entry in layout:
-        groups.setdefault(entry.names[0], []).append(entry)
+        groups.setdefault((entry.names[0], entry.layers), []).append(entry)
     before: list[_Tensor] = []
     after: list[_Tensor] = []
     stacked: list[tuple[str, tuple[StoredParameter, ...]]] = []
-    for template, entries in groups.items():
+    for (template, _), entries in groups.items():
         if entries[0].stacked:
             stacked.append((template, tuple(entries)))
         else:
             tensor = _Tensor(template, entries[0].stored_shape, None, tuple(entries))
             (after if stacked else before).append(tensor)
     layers = [
-        _Tensor(template.format(layer), parts[0].stored_shape, layer, parts)
+        _Tensor(
+            template.format(layer),
+            parts[0].stored_shape,
+            parts[0].layers_of(config).index(layer),
+            parts,
+        )
         for layer in range(config.num_layers)
         for template, parts in stacked
+        if layer in parts[0].layers_of(config)
     ]
     return [*before, *layers, *after]
 
@@ -165,11 +171,14 @@ def _tensors(layout: list[StoredParameter], config: ModelConfig) -> list[_Tensor
 def _gathered(params: Params, tensors: list[_Tensor], dtype: np.dtype) -> Iterator[np.ndarray]:
     """Each tensor as stored, on the host, in order."""
     for tensor in tensors:
-        parts = [_host_value(_leaf(params, entry.path), tensor.layer) for entry in tensor.parts]
+        parts = [_host_value(_leaf(params, entry.path), tensor.row) for entry in tensor.parts]
         pieces = [entry.unview(part) for entry, part in zip(tensor.parts, parts, strict=True)]
         if tensor.parts[0].fused is not None:
-            # [H, Dh, …] of each part -> [H, parts, Dh, …], flattened.
-            pieces = [np.stack(pieces, axis=1).reshape(tensor.shape)]
+            if tensor.parts[0].interleaved:
+                # [H, Dh, …] of each part -> [H, parts, Dh, …], flattened.
+                pieces = [np.stack(pieces, axis=1).reshape(tensor.shape)]
+            else:
+                pieces = [np.concatenate(pieces)]
         yield np.ascontiguousarray(pieces[0].astype(dtype, copy=False))
 
 
@@ -263,7 +272,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _generation_config(config: ModelConfig) -> dict[str, Any]:
+def _generation_config(config: AnyModelConfig) -> dict[str, Any]:
     eos = config.eos_token_id
     ids = {
         "bos_token_id": config.bos_token_id,

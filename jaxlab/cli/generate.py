@@ -111,7 +111,7 @@ def generate(
     [dim]$[/] git diff | jaxlab generate --system "Summarise this change in one line." -n 40
     [dim]$[/] jaxlab generate -f prompts.jsonl --json > answers.jsonl
     """
-    prompts = _read_prompts(prompt or [], file)
+    prompts = read_prompts(prompt or [], file)
     if stream and as_json:
         raise typer.BadParameter("--stream and --json exclude each other", param_hint="--stream")
     if stream and len(prompts) > 1:
@@ -190,7 +190,7 @@ def load_model(source: str, settings: list[str] | None) -> Any:
         return jaxlab.load(source, **overrides)
 
 
-def _read_prompts(prompts: list[str], file: Path | None) -> list[Any]:
+def read_prompts(prompts: list[str], file: Path | None) -> list[Any]:
     if prompts and file:
         raise typer.BadParameter("give --prompt or --file, not both", param_hint="--file")
     if prompts:

@@ -26,6 +26,7 @@ from jaxlab.cli import (
     inspect,
     models,
     preflight,
+    state,
     train,
 )
 from jaxlab.errors import JaxlabError
@@ -62,6 +63,7 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data")
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(inspect.app, name="inspect")
+app.add_typer(state.app, name="state")
 app.add_typer(calibrate.app, name="calibrate")
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxlab.data import DataConfig
     from jaxlab.data.tokenizers import Tokenizer
     from jaxlab.model import Model
-    from jaxlab.models import Transformer
+    from jaxlab.models import LanguageModule
 
 Batch = dict[str, np.ndarray]
 
@@ -157,7 +157,7 @@ def sliding_windows(
 class _Total:
     """Sums of losses over batches, in float64."""
 
-    def __init__(self, module: Transformer, params: Any):
+    def __init__(self, module: LanguageModule, params: Any):
         objective = language_modeling(module)
         key = jax.random.key(0)
         self._evaluate = jax.jit(lambda params, batch: objective(params, batch, key)[1])
@@ -190,7 +190,7 @@ def _tokenizer_of(model: Model) -> Tokenizer:
     return model.tokenizer
 
 
-def _check_window(name: str, length: int, module: Transformer) -> None:
+def _check_window(name: str, length: int, module: LanguageModule) -> None:
     context = module.config.max_position_embeddings
     if not 1 <= length <= context:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """Decoding: sampling, batched and streamed generation."""
 
 from jaxlab.inference.generator import Generation, Generator, Timing, generate, stream
+from jaxlab.inference.prompt_state import PromptState
 from jaxlab.inference.sampling import (
     Processors,
     RowSettings,
@@ -15,6 +16,7 @@ __all__ = [
     "Generation",
     "Generator",
     "Processors",
+    "PromptState",
     "RowSettings",
     "SamplingParams",
     "Timing",

@@ -11,6 +11,7 @@ tokens are real.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ import numpy as np
 from jaxlab.data.tokenizers import Tokenizer
 from jaxlab.errors import PromptError
 from jaxlab.inference.buckets import batch_bucket, cache_bucket, prefill_blocks
+from jaxlab.inference.prompt_state import PromptState, check_has_state
 from jaxlab.inference.sampling import (
     Processors,
     RowSettings,
@@ -32,7 +34,7 @@ from jaxlab.inference.sampling import (
     sample,
 )
 from jaxlab.inference.stopping import FinishReason, RowText
-from jaxlab.models import KVCache, Transformer, init_cache, unstack_layers
+from jaxlab.models import Cache, LanguageModule, init_cache, unstack_layers
 
 Params = Any
 Prompt = str | Sequence[dict[str, str]] | Sequence[int]
@@ -90,7 +92,7 @@ class _Rows(NamedTuple):
     tokens that a row may still get, 0 once it is finished; `presence` is bool `[B, V]` or None.
     """
 
-    cache: KVCache
+    cache: Cache
     token: jax.Array
     remaining: jax.Array
     presence: jax.Array | None
@@ -100,7 +102,7 @@ class Generator:
     """A model with its compiled prefill and decoding functions: keep it, nothing compiles twice.
 
     Args:
-      module: the transformer.
+      module: the transformer or xLSTM.
       params: its parameters, stacked or unstacked.
       tokenizer: None to work with token ids only.
       unstack: run the layers unrolled (see `unstack_layers`): decodes faster on CPU, compiles
@@ -110,7 +112,7 @@ class Generator:
 
     def __init__(
         self,
-        module: Transformer,
+        module: LanguageModule,
         params: Params,
         tokenizer: Tokenizer | None = None,
         *,
@@ -124,7 +126,7 @@ class Generator:
         self.prefill_block = prefill_block
         already = isinstance(params["layers"], tuple)
         self.unstacked = already or (_on_one_cpu(params) if unstack is None else unstack)
-        self.params = unstack_layers(params) if self.unstacked else params
+        self.params = unstack_layers(params, module.config) if self.unstacked else params
         self.eos_token_ids = module.config.eos_token_ids
         if not self.eos_token_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
             self.eos_token_ids = (tokenizer.eos_token_id,)
@@ -144,6 +146,7 @@ class Generator:
         sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008
         *,
         batch_size: int = BATCH_SIZE,
+        after: PromptState | None = None,
     ) -> list[Generation]:
         """Continue each prompt.
 
@@ -152,6 +155,8 @@ class Generator:
             tokens such as a leading BOS), a list of chat messages, or a list of token ids.
           sampling: for all prompts, or one for each.
           batch_size: prompts run together; more are run in turn, those of like length together.
+          after: each prompt goes on where this state (of `read`) is, without reading its prompt
+            again; a string then gets no special tokens in front, and may be empty.
 
         Returns:
           One `Generation` a prompt, in order. `max_new_tokens` is cut to what the context has left.
@@ -159,7 +164,7 @@ class Generator:
         Raises:
           PromptError: a prompt is empty, holds unknown ids, or leaves no room in the context.
         """
-        ids = [self.encode(prompt) for prompt in as_prompt_list(prompts)]
+        ids = [self.encode(prompt, after) for prompt in as_prompt_list(prompts)]
         each = [sampling] * len(ids) if isinstance(sampling, SamplingParams) else list(sampling)
         if len(each) != len(ids):
             raise PromptError(
@@ -171,7 +176,7 @@ class Generator:
         results: dict[int, Generation] = {}
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            rows = self._run([ids[i] for i in batch], [each[i] for i in batch], DECODE_BLOCK)
+            rows = self._run([ids[i] for i in batch], [each[i] for i in batch], DECODE_BLOCK, after)
             *_, (texts, timing) = rows
             for i, text in zip(batch, texts, strict=True):
                 assert text.finish_reason is not None
@@ -184,6 +189,8 @@ class Generator:
         self,
         prompt: Prompt,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008
+        *,
+        after: PromptState | None = None,
     ) -> Iterator[str]:
         """Continue one prompt, yielding text as it becomes certain.
 
@@ -192,24 +199,45 @@ class Generator:
         """
         if self.tokenizer is None:
             raise PromptError("streaming text needs a tokenizer: this model was made without one")
-        ids = self.encode(prompt)  # here, so that errors come at the call, not at the first piece
-        return self._pieces(ids, sampling)
+        # Here, so that errors come at the call, not at the first piece.
+        ids = self.encode(prompt, after)
+        return self._pieces(ids, sampling, after)
 
-    def _pieces(self, ids: list[int], sampling: SamplingParams) -> Iterator[str]:
+    def read(self, prompt: Prompt) -> PromptState:
+        """Read a prompt and keep what the model remembers of it; see `PromptState`.
+
+        Raises:
+          PromptError: as `encode`.
+          ConfigError: the model has no state of fixed size.
+        """
+        check_has_state(self.module.config)
+        ids = self.encode(prompt)
+        cache = init_cache(self.module.config, 1, 1, unstacked=self.unstacked)
+        if len(ids) > 1:
+            cache, _ = self._read_blocks([ids[:-1]], np.asarray([len(ids) - 1], np.int32), cache)
+        return PromptState.of_cache(self.module.config, self.params, cache, ids[-1])
+
+    def _pieces(
+        self, ids: list[int], sampling: SamplingParams, after: PromptState | None
+    ) -> Iterator[str]:
         seen = 0
-        for (row,), _ in self._run([ids], [sampling], STREAM_BLOCK):
+        for (row,), _ in self._run([ids], [sampling], STREAM_BLOCK, after):
             if len(row.text) > seen:
                 yield row.text[seen:]
                 seen = len(row.text)
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt that can be run.
+    def encode(self, prompt: Prompt, after: PromptState | None = None) -> list[int]:
+        """Token ids of a prompt that can be run, by itself or after a state's.
 
         Raises:
           PromptError: it is empty, holds unknown ids, or leaves no room in the context.
         """
-        ids = self._tokenize(prompt)
         config = self.module.config
+        if after is not None:
+            after.check_model(config, self.params)
+            ids = [after.last_token, *self._tokenize(prompt, continues=True)]
+        else:
+            ids = self._tokenize(prompt)
         if not ids and self.tokenizer is not None and self.tokenizer.bos_token_id is not None:
             ids = [self.tokenizer.bos_token_id]
         if not ids:
@@ -231,22 +259,43 @@ class Generator:
             )
         return ids
 
-    def _tokenize(self, prompt: Prompt) -> list[int]:
+    def _tokenize(self, prompt: Prompt, *, continues: bool = False) -> list[int]:
         if not isinstance(prompt, str) and not any(isinstance(part, dict) for part in prompt):
             if not all(isinstance(token, int | np.integer) for token in prompt):
                 raise PromptError(
                     f"{prompt!r:.60} is not one prompt: give a string, a list of chat messages "
                     '{"role": …, "content": …}, or a list of token ids'
                 )
-            return [int(token) for token in prompt]  # type: ignore[arg-type]
+            ids = [int(token) for token in prompt]  # type: ignore[arg-type]
+            if ids and not continues:
+                self._warn_without_bos(ids)
+            return ids
         if self.tokenizer is None:
             raise PromptError("a text prompt needs a tokenizer: give token ids instead")
-        if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt, add_special_tokens=True))
-        return list(self.tokenizer.apply_chat_template(prompt))  # type: ignore[arg-type]
+        if not isinstance(prompt, str):
+            ids = list(self.tokenizer.apply_chat_template(prompt))  # type: ignore[arg-type]
+        else:
+            ids = list(self.tokenizer.encode(prompt, add_special_tokens=not continues))
+        bos = self.module.config.required_bos
+        if bos is not None and not continues and ids[:1] != [bos]:
+            ids = [bos, *ids]
+        return ids
+
+    def _warn_without_bos(self, ids: list[int]) -> None:
+        bos = self.module.config.required_bos
+        if bos is not None and ids[0] != bos:
+            warnings.warn(
+                f"the prompt begins with token {ids[0]}, and the model was trained on texts that "
+                f"all begin with {bos} (bos_token_id): put it in front, or answers get worse",
+                stacklevel=4,
+            )
 
     def _run(
-        self, prompts: list[list[int]], sampling: list[SamplingParams], block: int
+        self,
+        prompts: list[list[int]],
+        sampling: list[SamplingParams],
+        block: int,
+        after: PromptState | None = None,
     ) -> Iterator[tuple[list[RowText], Timing]]:
         """Run one batch; yields its rows' state after every device call."""
         context = self.module.config.context_limit
@@ -270,6 +319,7 @@ class Generator:
             np.asarray([*budgets, *[0] * padding], np.int32),
             settings,
             processors,
+            after,
         )
         first = np.asarray(rows.token)
         for row, text in enumerate(texts):
@@ -301,23 +351,19 @@ class Generator:
         budgets: np.ndarray,
         settings: RowSettings,
         processors: Processors,
+        after: PromptState | None,
     ) -> _Rows:
-        """Fill a new cache with the prompts, block by block, and sample each row's first token."""
+        """Fill a new cache with the prompts, and sample each row's first token."""
         config = self.module.config
         lengths = np.asarray([len(ids) for ids in prompts], np.int32)
-        blocks = prefill_blocks(int(lengths.max()), self.prefill_block)
-        tokens = np.zeros((len(prompts), sum(blocks)), np.int32)
-        for row, ids in enumerate(prompts):
-            tokens[row, : len(ids)] = ids
-        slots = cache_bucket(max(tokens.shape[1], int((lengths + budgets).max())))
-        cache = init_cache(config, len(prompts), slots, unstacked=self.unstacked)
-        last = np.zeros((len(prompts), config.hidden_size), config.dtype)
-        start = 0
-        for width in blocks:
-            last, cache = self._prefill(
-                self.params, tokens[:, start : start + width], lengths, last, cache=cache
-            )
-            start += width
+        if after is None:
+            width = sum(prefill_blocks(int(lengths.max()), self.prefill_block))
+            slots = cache_bucket(max(width, int((lengths + budgets).max())))
+            cache = init_cache(config, len(prompts), slots, unstacked=self.unstacked)
+        else:
+            cache = after.cache(len(prompts), unstacked=self.unstacked)
+            lengths = lengths + after.num_tokens - 1
+        cache, last = self._read_blocks(prompts, lengths, cache)
         presence = None
         if processors.penalised:
             presence = np.zeros((len(prompts), config.vocab_size), bool)
@@ -327,9 +373,30 @@ class Generator:
             self.params, cache, lengths, last, budgets, settings, presence, processors=processors
         )
 
+    def _read_blocks(
+        self, prompts: list[list[int]], lengths: np.ndarray, cache: Cache
+    ) -> tuple[Cache, jax.Array]:
+        """Append the prompts, block by block, to rows that then hold `lengths [B]` tokens.
+
+        Returns the cache, and the hidden state of each row's last token.
+        """
+        config = self.module.config
+        blocks = prefill_blocks(max(map(len, prompts)), self.prefill_block)
+        tokens = np.zeros((len(prompts), sum(blocks)), np.int32)
+        for row, ids in enumerate(prompts):
+            tokens[row, : len(ids)] = ids
+        last: Any = np.zeros((len(prompts), config.hidden_size), config.dtype)
+        start = 0
+        for width in blocks:
+            last, cache = self._prefill(
+                self.params, tokens[:, start : start + width], lengths, last, cache=cache
+            )
+            start += width
+        return cache, last
+
 
 def generate(
-    module: Transformer,
+    module: LanguageModule,
     params: Params,
     tokenizer: Tokenizer | None,
     prompts: Prompt | Sequence[Prompt],
@@ -340,7 +407,7 @@ def generate(
 
 
 def stream(
-    module: Transformer,
+    module: LanguageModule,
     params: Params,
     tokenizer: Tokenizer,
     prompt: Prompt,
@@ -372,13 +439,13 @@ def _on_one_cpu(params: Params) -> bool:
 
 
 def _extend(
-    module: Transformer,
+    module: LanguageModule,
     params: Params,
-    cache: KVCache,
+    cache: Cache,
     tokens: jax.Array,
     num_tokens: jax.Array,
     positions: jax.Array | None = None,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, Cache]:
     return module.apply(  # type: ignore[return-value]
         {"params": params},
         tokens,
@@ -389,19 +456,19 @@ def _extend(
     )
 
 
-def _unembed(module: Transformer, params: Params, hidden: jax.Array) -> jax.Array:
+def _unembed(module: LanguageModule, params: Params, hidden: jax.Array) -> jax.Array:
     return module.apply({"params": params}, hidden, method="unembed")  # type: ignore[return-value]
 
 
 def _prefill(
-    module: Transformer,
+    module: LanguageModule,
     params: Params,
     tokens: jax.Array,
     lengths: jax.Array,
     last: jax.Array,
     *,
-    cache: KVCache,
-) -> tuple[jax.Array, KVCache]:
+    cache: Cache,
+) -> tuple[jax.Array, Cache]:
     """Append a block of the prompts; `last` `[B, D]` takes the hidden state of a row's end."""
     start = cache.lengths
     index = start[:, None] + jnp.arange(tokens.shape[1])
@@ -417,10 +484,10 @@ def _prefill(
 
 
 def _first_token(
-    module: Transformer,
+    module: LanguageModule,
     eos_token_ids: tuple[int, ...],
     params: Params,
-    cache: KVCache,
+    cache: Cache,
     lengths: jax.Array,
     last: jax.Array,
     budgets: jax.Array,
@@ -437,7 +504,7 @@ def _first_token(
 
 
 def _decode(
-    module: Transformer,
+    module: LanguageModule,
     eos_token_ids: tuple[int, ...],
     params: Params,
     settings: RowSettings,

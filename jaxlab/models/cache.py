@@ -90,7 +90,7 @@ class KVCache(flax.struct.PyTreeNode):
           ValueError: outside jit, if a length is beyond the row's or below what is committed.
         """
         lengths = self._row_lengths(lengths)
-        _check_between("rewind", lengths, self.committed, self.lengths)
+        check_between("rewind", lengths, self.committed, self.lengths)
         lengths = jnp.clip(lengths, self.committed, self.lengths)
         stream = self.stream
         if stream is not None:  # a compression commits, so nothing was evicted since
@@ -100,7 +100,7 @@ class KVCache(flax.struct.PyTreeNode):
     def commit(self, lengths: jax.Array | list[int] | int | None = None) -> KVCache:
         """Make the first `lengths` tokens of each row permanent; None commits everything."""
         lengths = self.lengths if lengths is None else self._row_lengths(lengths)
-        _check_between("commit", lengths, self.committed, self.lengths)
+        check_between("commit", lengths, self.committed, self.lengths)
         return self.replace(committed=jnp.clip(lengths, self.committed, self.lengths))
 
     def advanced(self, num_tokens: jax.Array | int, layers: Any) -> KVCache:
@@ -155,7 +155,7 @@ class KVCache(flax.struct.PyTreeNode):
         return jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), self.lengths.shape)
 
 
-def init_cache(
+def init_kv_cache(
     config: ModelConfig,
     batch_size: int,
     max_length: int,
@@ -227,7 +227,7 @@ def _init_stream(config: ModelConfig, batch_size: int) -> StreamState | None:
     )
 
 
-def _check_between(move: str, lengths: Any, low: Any, high: Any) -> None:
+def check_between(move: str, lengths: Any, low: Any, high: Any) -> None:
     if any(isinstance(x, jax.core.Tracer) for x in (lengths, low, high)):
         return
     lengths, low, high = (np.asarray(x) for x in (lengths, low, high))

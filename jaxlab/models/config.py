@@ -255,6 +255,11 @@ class ModelConfig(_Frozen):
         return None if self.streaming is not None else self.max_position_embeddings
 
     @property
+    def required_bos(self) -> int | None:
+        """None: whether a text begins with a special token is the tokenizer's business."""
+        return None
+
+    @property
     def rotary_dim(self) -> int:
         """Channels of a head that are rotated."""
         return int(self.head_dim * self.rotary_fraction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,13 @@ import jax.numpy as jnp
 
 from jaxlab.models.attention_config import FullAttention, PatternConfig, XAttention
 from jaxlab.models.config import ModelConfig
+
+# What `config.remat` keeps of a layer for its backward pass.
+REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
 
 
 class LayerKind(NamedTuple):
@@ -44,7 +52,7 @@ class LayerGroup(NamedTuple):
     """A run of layers: the period `kinds`, `repeats` times over, beginning at layer `start`."""
 
     start: int
-    kinds: tuple[LayerKind, ...]
+    kinds: tuple[Any, ...]
     repeats: int
 
     @property
@@ -82,7 +90,12 @@ def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
     Alike layers are one group with a period of one; Gemma 2's alternation is one group with a
     period of two; "first and last layer full" is three groups.
     """
-    kinds = layer_kinds(config)
+    return group_layers(layer_kinds(config))
+
+
+def group_layers(kinds: Sequence[Any]) -> tuple[LayerGroup, ...]:
+    """`layer_groups` of any kinds of layers, one entry a layer."""
+    kinds = tuple(kinds)
     groups = []
     start = 0
     while start < len(kinds):
@@ -92,7 +105,7 @@ def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
     return tuple(groups)
 
 
-def _longest_run(kinds: tuple[LayerKind, ...], start: int) -> LayerGroup:
+def _longest_run(kinds: tuple[Any, ...], start: int) -> LayerGroup:
     """The group from `start` that covers most layers; a shorter period wins a tie."""
     best = LayerGroup(start, kinds[start : start + 1], 1)
     for period in range(1, min(8, len(kinds) - start) + 1):

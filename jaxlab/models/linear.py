@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -11,30 +11,36 @@ import jax.numpy as jnp
 
 from jaxlab.models.config import ModelConfig
 
+if TYPE_CHECKING:
+    from jaxlab.models.xlstm.config import XLSTMConfig
+
 
 class Linear(nn.Module):
     """`x @ kernel + bias` over the last `contract` axes of `x`, in the model's compute type.
 
     The kernel is `[*contracted sizes, *features]` with logical `axes`; initialised from a normal of
-    standard deviation `config.initializer_range`.
+    standard deviation `config.initializer_range`, if not otherwise said; the bias from zeros.
+    `dtype` replaces the model's compute type.
     """
 
-    config: ModelConfig
+    config: ModelConfig | XLSTMConfig
     features: tuple[int, ...]
     axes: tuple[str, ...]
     contract: int = 1
     use_bias: bool = False
+    kernel_init: nn.initializers.Initializer | None = None
+    bias_init: nn.initializers.Initializer = nn.initializers.zeros
+    dtype: str | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         config = self.config
-        dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
+        dtype = jnp.dtype(self.dtype or config.dtype)
+        param_dtype = jnp.dtype(config.param_dtype)
         contracted = x.shape[x.ndim - self.contract :]
         kernel: Any = self.param(
             "kernel",
-            nn.with_logical_partitioning(
-                nn.initializers.normal(config.initializer_range), self.axes
-            ),
+            nn.with_logical_partitioning(self._kernel_init(), self.axes),
             (*contracted, *self.features),
             param_dtype,
         )
@@ -49,9 +55,15 @@ class Linear(nn.Module):
         if self.use_bias:
             bias: Any = self.param(
                 "bias",
-                nn.with_logical_partitioning(nn.initializers.zeros, self.axes[self.contract :]),
+                nn.with_logical_partitioning(self.bias_init, self.axes[self.contract :]),
                 self.features,
                 param_dtype,
             )
             y = y + bias.astype(dtype)
         return y
+
+    def _kernel_init(self) -> nn.initializers.Initializer:
+        if self.kernel_init is not None:
+            return self.kernel_init
+        assert isinstance(self.config, ModelConfig)
+        return nn.initializers.normal(self.config.initializer_range)

@@ -27,6 +27,7 @@ from jaxlab.models.attention.slots import real_tokens
 from jaxlab.models.cache import KVCache
 from jaxlab.models.config import ModelConfig
 from jaxlab.models.layers import (
+    REMAT_POLICIES,
     LayerGroup,
     LayerKind,
     TextInfo,
@@ -46,12 +47,6 @@ _ACTIVATIONS = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
-}
-
-_REMAT_POLICIES = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 
 
@@ -224,43 +219,6 @@ class Transformer(nn.Module):
         return self.param("layers", _init_layers, self.config)
 
 
-@partial(jax.jit, static_argnums=0)
-def init_params(module: Transformer, key: jax.Array) -> Params:
-    """Fresh parameters, a tree of arrays of `config.param_dtype`; `jax.jit` it to shard them."""
-    return nn.unbox(_init_boxed(module, key))
-
-
-def abstract_params(module: Transformer) -> Params:
-    """The parameters' shapes and types, as `jax.ShapeDtypeStruct`s, without making them."""
-    return nn.unbox(jax.eval_shape(lambda key: _init_boxed(module, key), jax.random.key(0)))
-
-
-def logical_axes(module: Transformer) -> Params:
-    """A tree like the parameters', with a tuple of logical axis names in place of each array."""
-    boxed = jax.eval_shape(lambda key: _init_boxed(module, key), jax.random.key(0))
-    return jax.tree.map(
-        lambda box: box.names, boxed, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
-    )
-
-
-def unstack_layers(params: Params) -> Params:
-    """The same parameters with `layers` a tuple of one tree per layer, which runs unrolled.
-
-    Decoding a token reads every weight once; on CPU a scan copies each layer's slice first, the
-    unrolled form does not. The arrays are copies: drop `params` if memory matters.
-    """
-    stacked = params["layers"]
-    if isinstance(stacked, tuple):
-        return params
-    depth = jax.tree.leaves(stacked)[0].shape[0]
-    layers = tuple(jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(depth))
-    return {**params, "layers": layers}
-
-
-def _init_boxed(module: Transformer, key: jax.Array) -> Params:
-    return module.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-
-
 def _init_embedding(key: jax.Array, config: ModelConfig) -> Params:
     initializer = nn.with_logical_partitioning(
         nn.initializers.normal(config.initializer_range), ("vocab", "embed")
@@ -350,7 +308,7 @@ def _run_group(
     if config.remat != "none" and slots is None:
         # prevent_cse is for unrolled code: inside a scan it only slows things down.
         run_period = jax.checkpoint(
-            run_period, policy=_REMAT_POLICIES[config.remat], prevent_cse=False
+            run_period, policy=REMAT_POLICIES[config.remat], prevent_cse=False
         )
     inputs = (
         jax.tree.map(split_periods, (layers, layer_data(config))),

@@ -8,7 +8,7 @@ from jaxlab.checkpoints import read_config, resolve
 from jaxlab.config import parse_config
 from jaxlab.data.config import DataConfig
 from jaxlab.errors import ConfigError
-from jaxlab.models.config import ModelConfig
+from jaxlab.models import AnyModelConfig, ModelConfig, XLSTMConfig, config_class
 from jaxlab.training.optimizers import OptimizerConfig
 from jaxlab.training.sharding import MeshConfig
 
@@ -25,15 +25,26 @@ class _ModelSource(_Section):
     )
 
 
-# Every field of ModelConfig, none of them required: with a source they override its configuration.
+# The fields of all families, by name. Those that several have are of the same kind in each.
+_MODEL_FIELDS = {**XLSTMConfig.model_fields, **ModelConfig.model_fields}
+
+# None of them required: with a source they override its configuration.
 ModelSection: Any = create_model(  # type: ignore[call-overload]
     "ModelSection",
     __base__=_ModelSource,
-    __doc__="The model: a source, the fields of `ModelConfig`, or a source with some overridden.",
+    __doc__="The model: a source, the fields of `ModelConfig` or, with `architecture: xlstm`, of "
+    "`XLSTMConfig`; or a source with some overridden.",
     **{
         name: (Optional[field.annotation], Field(None, description=field.description))  # noqa: UP045
-        for name, field in ModelConfig.model_fields.items()
+        for name, field in _MODEL_FIELDS.items()
+        if name != "architecture"
     },
+    architecture=(
+        Optional[  # noqa: UP045
+            Literal["llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_neox", "xlstm"]
+        ],
+        Field(None, description="The family, as a Hugging Face model_type. Default: llama."),
+    ),
 )
 
 
@@ -147,13 +158,14 @@ class ExperimentConfig(_Section):
                 f"data.batch_size {self.data.batch_size} is not a multiple of training.accumulate "
                 f"{self.training.accumulate}"
             )
-        if self.model.source is None:
+        model: Any = self.model  # its fields are made, so mypy knows none
+        if model.source is None:
             missing = [
                 name
-                for name, field in ModelConfig.model_fields.items()
+                for name, field in config_class(model.architecture).model_fields.items()
                 if field.is_required()
                 and name != "vocab_size"
-                and getattr(self.model, name) is None
+                and getattr(model, name, None) is None
             ]
             if missing:
                 raise ValueError(
@@ -173,8 +185,8 @@ class ExperimentConfig(_Section):
         return self.tokenizer or self.model.source or "byte"
 
 
-def model_config(section: Any, *, vocab_size: int | None = None) -> ModelConfig:
-    """The `ModelConfig` of a `model:` section: its source's with the overrides, or a new one.
+def model_config(section: Any, *, vocab_size: int | None = None) -> AnyModelConfig:
+    """The configuration of a `model:` section: its source's with the overrides, or a new one.
 
     Args:
       section: a `ModelSection`.
@@ -188,7 +200,7 @@ def model_config(section: Any, *, vocab_size: int | None = None) -> ModelConfig:
     if section.source is not None:
         base = read_config(resolve(section.source))
         base_fields = base.model_dump(mode="json")
-        if "attention" in fields:
+        if "attention" in fields and "attention" in base_fields:
             # Another pattern has other keys, so it replaces what it does not resemble.
             known, wanted = base_fields["attention"], fields["attention"]
             if not isinstance(wanted, dict) or wanted.get("pattern", "full") != (
@@ -197,9 +209,9 @@ def model_config(section: Any, *, vocab_size: int | None = None) -> ModelConfig:
                 base_fields["attention"] = None
         tree = _merged(base_fields, fields)
         # These follow from others; kept, the source's values would contradict an override.
-        if "num_layers" in fields and "layer_types" not in fields:
+        if "layer_types" in tree and "num_layers" in fields and "layer_types" not in fields:
             tree["layer_types"] = None
-        return parse_config(ModelConfig, tree, default_origin="model")
+        return parse_config(type(base), tree, default_origin="model")
     if fields.get("vocab_size") is None:
         if vocab_size is None:
             raise ConfigError(
@@ -208,7 +220,7 @@ def model_config(section: Any, *, vocab_size: int | None = None) -> ModelConfig:
         fields["vocab_size"] = vocab_size
     # An explicit null means the default, except where the default is null anyway.
     fields = {name: value for name, value in fields.items() if value is not None}
-    return parse_config(ModelConfig, fields, default_origin="model")
+    return parse_config(config_class(section.architecture), fields, default_origin="model")
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -20,11 +20,13 @@ from jaxlab.data import make_pipeline, unigram_entropy
 from jaxlab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
 from jaxlab.errors import ConfigError, NonFiniteLossError, StorageError
 from jaxlab.models import (
+    AnyModelConfig,
+    LanguageModule,
     ModelConfig,
-    Transformer,
     XAttention,
     abstract_params,
     init_params,
+    module_for,
     resolve_attention,
 )
 from jaxlab.objectives import Objective, language_modeling
@@ -134,7 +136,7 @@ class _Run:
         self.stack = contextlib.ExitStack()
 
         self.tokenizer, self.source, self.model = _resolve_model(config)
-        self.module = Transformer(self.model)
+        self.module = module_for(self.model)
         training = config.training
         sizes = check_mesh(
             config.mesh,
@@ -539,7 +541,7 @@ class _NoWriter:
 
 def _resolve_model(
     config: ExperimentConfig,
-) -> tuple[Tokenizer, Path | None, ModelConfig]:
+) -> tuple[Tokenizer, Path | None, AnyModelConfig]:
     """The tokenizer, where the weights are (None: a new model), the model's configuration."""
     source = None
     if config.model.source is not None:
@@ -558,7 +560,9 @@ def _resolve_model(
     return tokenizer, source, model
 
 
-def _check_trainable(model: ModelConfig) -> None:
+def _check_trainable(model: AnyModelConfig) -> None:
+    if not isinstance(model, ModelConfig):
+        return
     patterns = [a for a in model.layer_attention if isinstance(a, XAttention)]
     if patterns and not patterns[0].constant_mask:
         raise ConfigError(
@@ -568,7 +572,9 @@ def _check_trainable(model: ModelConfig) -> None:
         )
 
 
-def _objective(config: ExperimentConfig, module: Transformer, shards: tuple[int, int]) -> Objective:
+def _objective(
+    config: ExperimentConfig, module: LanguageModule, shards: tuple[int, int]
+) -> Objective:
     options = config.objective
     return language_modeling(
         module, z_loss=options.z_loss, chunk_size=options.chunk_size, shards=shards

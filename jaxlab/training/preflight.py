@@ -25,11 +25,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlab.data.tokenizers import load_tokenizer
 from jaxlab.errors import ConfigError, JaxlabError, MeshError
 from jaxlab.models import (
+    AnyModelConfig,
+    LanguageModule,
     ModelConfig,
     SepLLMAttention,
-    Transformer,
     abstract_params,
     init_cache,
+    module_for,
 )
 from jaxlab.objectives import language_modeling
 from jaxlab.training import roofline
@@ -62,7 +64,7 @@ class PreflightError(JaxlabError):
 class Plan:
     """The parts of an experiment that decide memory and speed."""
 
-    model: ModelConfig
+    model: AnyModelConfig
     mesh: MeshConfig
     batch_size: int
     sequence_length: int
@@ -102,7 +104,7 @@ class Plan:
         )
 
 
-def _with_any_separators(model: ModelConfig) -> ModelConfig:
+def _with_any_separators(model: AnyModelConfig) -> AnyModelConfig:
     """Which tokens are separators is data: any ids compile to the same, and need no tokenizer."""
 
     def known(attention: Any) -> Any:
@@ -110,6 +112,8 @@ def _with_any_separators(model: ModelConfig) -> ModelConfig:
             return attention
         return attention.model_copy(update={"separators": (0,)})
 
+    if not isinstance(model, ModelConfig):
+        return model
     if isinstance(model.attention, tuple):
         return model.replace(attention=tuple(known(a) for a in model.attention))
     return model.replace(attention=known(model.attention))
@@ -317,7 +321,7 @@ def _compile(plan: Plan, topology: Topology, mode: Mode) -> PreflightReport:
     )
     mesh = make_mesh(plan.mesh, devices)
     model = plan.model if mode == "train" else plan.model.replace(param_dtype=plan.model.dtype)
-    module = Transformer(model)
+    module = module_for(model)
     params = abstract_params(module)
     shardings = param_shardings(module, mesh)
     num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
@@ -363,7 +367,7 @@ def _compile(plan: Plan, topology: Topology, mode: Mode) -> PreflightReport:
 
 
 def _lower_train(
-    plan: Plan, module: Transformer, params: Any, shardings: Any, mesh: Mesh
+    plan: Plan, module: LanguageModule, params: Any, shardings: Any, mesh: Mesh
 ) -> tuple[Any, dict[str, int]]:
     """The train step with its shardings, lowered; and bytes a chip holds by kind."""
     optimizer = make_optimizer(plan.optimizer, steps=plan.steps, only=plan.only)
@@ -409,7 +413,7 @@ def _lower_train(
 
 
 def _lower_decode(
-    plan: Plan, module: Transformer, params: Any, mesh: Mesh
+    plan: Plan, module: LanguageModule, params: Any, mesh: Mesh
 ) -> tuple[Any, dict[str, int]]:
     """One greedy token for every row, lowered; and bytes a chip holds by kind."""
     rules = logical_rules(module.config, mesh)

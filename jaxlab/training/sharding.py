@@ -18,8 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pydantic import BaseModel, ConfigDict, Field
 
 from jaxlab.errors import MeshError
-from jaxlab.models.config import ModelConfig
-from jaxlab.models.transformer import logical_axes
+from jaxlab.models.families import AnyModelConfig
+from jaxlab.models.parameters import logical_axes
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 
@@ -102,7 +102,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 def check_mesh(
     config: MeshConfig | Mesh,
-    model: ModelConfig,
+    model: AnyModelConfig,
     *,
     num_devices: int,
     batch_size: int,
@@ -167,7 +167,7 @@ def check_mesh(
     raise MeshError(f"{'; '.join(found)}. {remedy}")
 
 
-def logical_rules(model: ModelConfig, mesh: Mesh) -> Rules:
+def logical_rules(model: AnyModelConfig, mesh: Mesh) -> Rules:
     """`LOGICAL_RULES` for one model on one mesh: what may be replicated is, where it must be."""
     sizes = {"vocab": model.vocab_size, "kv_heads": model.num_kv_heads}
     return tuple(

@@ -1,5 +1,7 @@
 """sLSTM: a recurrence whose gates read its last output, one head apart from the other."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -7,7 +9,7 @@ from pallas_kernels.arguments import check_implementation
 from pallas_kernels.mlstm.arguments import check_rows
 from pallas_kernels.mlstm.borders import document_borders
 from pallas_kernels.slstm.reference import slstm_reference
-from pallas_kernels.slstm.xla import slstm_xla
+from pallas_kernels.slstm.xla import slstm_states, slstm_xla
 
 __all__ = ["SLSTMState", "slstm", "slstm_reference"]
 
@@ -26,8 +28,9 @@ def slstm(
     previous_segment: Int[Array, " B"] | None = None,
     mask: Bool[Array, "B T"] | None = None,
     return_state: bool = False,
+    return_states: bool = False,
     implementation: str | None = None,
-) -> Float[Array, "B T H dh"] | tuple[Float[Array, "B T H dh"], SLSTMState]:
+) -> Any:
     """The sLSTM cell over a sequence, token after token: there is no parallel form.
 
     Beck et al., 2024 (xLSTM, arXiv:2405.04517, section 2.2). For each number of each head, with
@@ -49,11 +52,13 @@ def slstm(
       segment_ids, previous_segment, mask: as `mlstm`; a document's first token meets a state of
         zeros.
       return_state: whether to return the state after the row's last token too.
+      return_states: whether to return the state after each token instead, to go back to one; not
+        with segment_ids.
       implementation: None or `"xla"`, which runs everywhere.
 
     Returns:
       h `[B, T, H, dh]` in the dtype of x_gates; with `return_state` also `(h, c, n, m)`, float32
-      (float64 for float64 arrays) whatever that dtype.
+      (float64 for float64 arrays) whatever that dtype; with `return_states` the same, `[B, T, …]`.
 
     Raises:
       ValueError: an argument has the wrong shape, type or value.
@@ -62,6 +67,8 @@ def slstm(
     _check(x_gates, recurrent, bias, initial_state)
     check_rows(x_gates, segment_ids, previous_segment, mask)
     check_implementation(implementation)
+    if return_states and segment_ids is not None:
+        raise ValueError("return_states goes without segment_ids: give each document a row")
     batch, _, _, heads, dim = x_gates.shape
     accumulate = jnp.promote_types(x_gates.dtype, jnp.float32)
     if initial_state is None:
@@ -71,6 +78,9 @@ def slstm(
         gates = jnp.where(mask[:, :, None, None, None], gates, 0)
     border = document_borders(segment_ids, mask, previous_segment)
     state = tuple(x.astype(accumulate) for x in initial_state)
+    if return_states:
+        h, states = slstm_states(gates, recurrent.astype(accumulate), state, mask)
+        return h.astype(x_gates.dtype), states
     h, state = slstm_xla(gates, recurrent.astype(accumulate), state, border, mask)
     h = h.astype(x_gates.dtype)
     return (h, state) if return_state else h

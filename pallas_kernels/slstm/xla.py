@@ -26,6 +26,16 @@ def slstm_xla(
     return h, last
 
 
+def slstm_states(
+    gates: jax.Array, recurrent: jax.Array, state: State, mask: jax.Array | None
+) -> tuple[jax.Array, State]:
+    """As `slstm_xla` without borders, with the state after each token, `[B, T, H, dh]` each."""
+    h, last, met = _forward(gates, recurrent, state, None, mask)
+    # What a token met is what the one before left.
+    after = (jnp.concatenate([x[1:], end[None]]) for x, end in zip(met, last, strict=True))
+    return h, tuple(x.swapaxes(0, 1) for x in after)
+
+
 def _token(gates, recurrent, state, border, real):
     """h and the next state of one token, and the state it met."""
     if border is not None:

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxlab.errors import MeshError
-from jaxlab.models import ModelConfig, Transformer, init_params
+from jaxlab.models import ModelConfig, Transformer, XLSTMConfig, init_params, module_for
 from jaxlab.objectives import language_modeling
 from jaxlab.training import MeshConfig, OptimizerConfig, TrainState, make_mesh, make_train_step
 from jaxlab.training.optimizers import make_optimizer
@@ -143,7 +143,7 @@ def test_optimizer_state_is_split_as_its_parameters_are():
 def run(mesh_config, devices, accumulate=1, remat="none", model=MODEL):
     """Loss, gradient norm and parameters after two steps of plain descent."""
     model = model.replace(remat=remat)
-    module = Transformer(model)
+    module = module_for(model)
     mesh = make_mesh(mesh_config, devices)
     objective = language_modeling(module, chunk_size=4, z_loss=1e-3, shards=batch_shards(mesh))
     # Plain descent: unlike Adam it does not blow rounding errors up to the size of a step.
@@ -273,3 +273,29 @@ def test_chunks_do_not_move_rows_between_devices():
         assert f" {collective}(" not in text
     # One sum of the unembedding's gradient and a few scalars, none of them in the loop over chunks.
     assert 1 <= text.count(" all-reduce(") <= 6
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"tensor": 2, "sequence": 2},
+        pytest.param({"fsdp": 2, "sequence": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_an_xlstm_on_a_mesh_equals_one_device(mesh):
+    """Stretches of a row on several devices exchange their memories' summaries."""
+    model = XLSTMConfig(
+        vocab_size=63,
+        embedding_dim=16,
+        num_blocks=2,
+        num_heads=2,
+        igate_bias_init=0.0,  # open, or nothing of the memory would be seen
+        # At the usual 1e-6 the norm's gradient blows rounding errors of small outputs up.
+        cell_norm_eps=0.1,
+        ffn_round_up_to_multiple_of=16,
+    )
+    want_metrics, want_params = run(MeshConfig(), jax.devices()[:1], model=model)[0]
+    (metrics, params), _ = run(MeshConfig(data=1, **mesh), jax.devices(), model=model)
+    for name, value in want_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, want_params)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxlab.models.attention_config import CCAAttention, SepLLMAttention
-from jaxlab.models.cache import init_cache
+from jaxlab.models.cache import init_kv_cache
 from jaxlab.models.config import ModelConfig
 from jaxlab.models.layers import LayerKind
 
@@ -34,4 +34,4 @@ def keys_met(kind: LayerKind, positions: np.ndarray) -> np.ndarray:
 
 def cache_bytes(config: ModelConfig, batch_size: int, max_length: int) -> int:
     """Bytes of `init_cache` with these arguments, without making it."""
-    return jax.eval_shape(lambda: init_cache(config, batch_size, max_length)).nbytes
+    return jax.eval_shape(lambda: init_kv_cache(config, batch_size, max_length)).nbytes

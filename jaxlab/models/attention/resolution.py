@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxlab.data.separators import separator_ids
 from jaxlab.errors import ConfigError, TokenizerError
 from jaxlab.models.attention_config import PatternConfig, SepLLMAttention, XAttention
 from jaxlab.models.config import ModelConfig
+from jaxlab.models.xlstm.config import XLSTMConfig
+
+Config = TypeVar("Config", ModelConfig, XLSTMConfig, ModelConfig | XLSTMConfig)
 
 
-def resolve_attention(config: ModelConfig, tokenizer: Any) -> ModelConfig:
+def resolve_attention(config: Config, tokenizer: Any) -> Config:
     """`config` with separators as token ids and calibrated thresholds as numbers.
 
     Args:
-      config: the model's. Without the patterns `sepllm` and `xattention` it comes back as it is.
+      config: the model's. Without the patterns `sepllm` and `xattention`, or without attention, it
+        comes back as it is.
       tokenizer: decides which ids are separators, by decoding every one of them. None if the ids
         are listed already.
 
@@ -24,6 +28,8 @@ def resolve_attention(config: ModelConfig, tokenizer: Any) -> ModelConfig:
       ConfigError: separators need a tokenizer and there is none; a separator is no single token;
         a calibration file is missing or of another model.
     """
+    if isinstance(config, XLSTMConfig):
+        return config
     if isinstance(config.attention, tuple):
         attention: Any = tuple(_resolved(one, config, tokenizer) for one in config.attention)
     else:

@@ -71,7 +71,11 @@ class XLSTMConfig(BaseModel):
         description="How a checkpoint keeps the projections: apart, or concatenated. The "
         "parameters here are apart either way.",
     )
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool = Field(
+        default=False,
+        description="Unembed with the embedding. transformers' xlstm cannot: it would load such a "
+        "model with a random head.",
+    )
     chunk_size: int | None = Field(
         default=None, gt=0, description="Tokens a chunk of the chunkwise form; null: the fastest."
     )
@@ -209,6 +213,11 @@ class XLSTMConfig(BaseModel):
     def context_limit(self) -> int | None:
         """None: a text may have any length."""
         return None
+
+    @property
+    def required_bos(self) -> int | None:
+        """The token that every text begins with: tokenizers of xLSTMs do not put it there."""
+        return self.bos_token_id
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
