@@ -17,7 +17,7 @@ from pallas_kernels.mlstm.borders import document_borders
 from pallas_kernels.mlstm.reference import mlstm_reference
 from pallas_kernels.mlstm.step import Cell, empty_state, log_gates, step
 from pallas_kernels.mlstm.summary import MLSTMSummary, mlstm_compose, mlstm_summary
-from pallas_kernels.mlstm.xla import Spec, Tokens, default_chunk_size, mlstm_xla, without_padding
+from pallas_kernels.mlstm.xla import Spec, Tokens, default_chunk_size, mlstm_xla
 
 __all__ = [
     "MLSTMState",
@@ -107,11 +107,12 @@ def mlstm(
     check_implementation(implementation)
     batch, time, heads, width = k.shape
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
-    log_i, log_f = log_gates(i, f, input_gate)
+    log_i, log_f = log_gates(i, f, input_gate, mask)
     border = document_borders(segment_ids, mask, previous_segment)
-    tokens = Tokens(q, k, v, log_i.astype(accumulate), log_f.astype(accumulate), border)
-    if mask is not None:
-        tokens = without_padding(tokens, mask)
+    # Padding may hold NaN, which a product with zero would not remove.
+    query, key, value = (q, k, v) if mask is None else _without_padding(mask, q, k, v)
+    log_i, log_f = log_i.astype(accumulate), log_f.astype(accumulate)
+    tokens = Tokens(query, key, value, log_i, log_f, border)
     if initial_state is None:
         state = empty_state(batch, heads, width, v.shape[-1], accumulate)
     else:
@@ -126,7 +127,7 @@ def mlstm(
     h, state = mlstm_xla(tokens, state, spec)
     h = h.astype(q.dtype)
     if mask is not None:
-        h = jnp.where(mask[..., None, None], h, 0)
+        (h,) = _without_padding(mask, h)
     return (h, state) if return_state else h
 
 
@@ -168,3 +169,7 @@ def mlstm_step(
     h, next_state = step(query, key, value, *log_gates(i, f, input_gate), (c, n, m), cell)
     c, n, m = (x.astype(old.dtype) for x, old in zip(next_state, state, strict=True))
     return h.astype(q.dtype), (c, n, m)
+
+
+def _without_padding(mask, *arrays):
+    return tuple(jnp.where(mask[..., None, None], x, 0) for x in arrays)

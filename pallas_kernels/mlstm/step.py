@@ -26,10 +26,21 @@ def empty_state(batch: int, heads: int, dqk: int, dv: int, dtype) -> State:
     )
 
 
-def log_gates(i: jax.Array, f: jax.Array, input_gate: str) -> tuple[jax.Array, jax.Array]:
-    """Logarithms of the input and the forget gate, at least float32, of their pre-activations."""
+def log_gates(
+    i: jax.Array, f: jax.Array, input_gate: str, mask: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Logarithms of the input and the forget gate, at least float32, of their pre-activations.
+
+    Where `mask [B, T]` is False nothing is written (-inf) and nothing forgotten (0).
+    """
     i, f = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (i, f))
-    return (i if input_gate == "exp" else jax.nn.log_sigmoid(i)), jax.nn.log_sigmoid(f)
+    if mask is not None:  # first of all: the gradient of a NaN is one even where it is not used
+        i, f = (jnp.where(mask[..., None], x, 0) for x in (i, f))
+    log_i, log_f = (i if input_gate == "exp" else jax.nn.log_sigmoid(i)), jax.nn.log_sigmoid(f)
+    if mask is not None:
+        log_i = jnp.where(mask[..., None], log_i, -jnp.inf)
+        log_f = jnp.where(mask[..., None], log_f, 0.0)
+    return log_i, log_f
 
 
 def step(

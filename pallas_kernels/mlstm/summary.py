@@ -69,11 +69,9 @@ def mlstm_summary(
     check_tokens(k=k, v=v)
     check_gates(k, i, f, input_gate)
     check_rows(k, segment_ids, previous_segment, mask)
-    log_i, log_f = log_gates(i, f, input_gate)
+    log_i, log_f = log_gates(i, f, input_gate, mask)
     border = document_borders(segment_ids, mask, previous_segment)
     if mask is not None:
-        log_i = jnp.where(mask[..., None], log_i, -jnp.inf)
-        log_f = jnp.where(mask[..., None], log_f, 0.0)
         k, v = (jnp.where(mask[..., None, None], x, 0) for x in (k, v))
     # Each token decays by the forget gates after it.
     decay = jax.lax.cumsum(log_f, axis=1, reverse=True)

@@ -45,17 +45,6 @@ class Tokens(NamedTuple):
     border: jax.Array | None
 
 
-def without_padding(tokens: Tokens, mask: jax.Array) -> Tokens:
-    """The tokens with those where `mask [B,T]` is False made to write nothing and forget nothing.
-
-    What they hold may be NaN, which a product with zero would not remove.
-    """
-    q, k, v = (jnp.where(mask[..., None, None], x, 0) for x in tokens[:3])
-    log_i = jnp.where(mask[..., None], tokens.log_i, -jnp.inf)
-    log_f = jnp.where(mask[..., None], tokens.log_f, 0.0)
-    return Tokens(q, k, v, log_i, log_f, tokens.border)
-
-
 def default_chunk_size(time: int) -> int:
     """The fastest measured, rather less than more so that little of the last chunk is empty."""
     count = math.ceil(time / CHUNK_SIZE)
