@@ -12,7 +12,7 @@ import pytest
 
 from jaxlab.config import load_config
 from jaxlab.errors import MeshError
-from jaxlab.models import ModelConfig
+from jaxlab.models import ModelConfig, transformer_cost
 from jaxlab.training import roofline
 from jaxlab.training.config import ExperimentConfig
 from jaxlab.training.preflight import Plan, PreflightError, Topology, preflight
@@ -176,8 +176,8 @@ LLAMA = ModelConfig(
 
 def test_flops_of_llama3_8b() -> None:
     # 8.03e9 parameters less the 0.525e9 of the embedding, which multiplies nothing.
-    assert roofline.matmul_params(LLAMA) == pytest.approx(7.504e9, rel=1e-3)
-    linear = 6 * roofline.matmul_params(LLAMA) * 8192
+    assert transformer_cost.matmul_params(LLAMA) == pytest.approx(7.504e9, rel=1e-3)
+    linear = 6 * transformer_cost.matmul_params(LLAMA) * 8192
     attention = roofline.train_flops(LLAMA, 1, 8192) - linear
     # Two products, forward once and backward twice, over half of the square.
     assert attention == pytest.approx(3 * 4 * 32 * 32 * 128 * 8192 * 8193 / 2)
@@ -186,7 +186,7 @@ def test_flops_of_llama3_8b() -> None:
 def test_attention_flops_of_windows_and_cached_queries() -> None:
     def pairs(queries: int, keys: int, window: int | None) -> float:
         one = LLAMA.replace(num_layers=1, sliding_window=window)
-        return roofline.attention_flops(one, queries, keys) / (4 * 32 * 128)
+        return transformer_cost.mixing_flops(one, queries, keys) / (4 * 32 * 128)
 
     for queries, keys, window in [(5, 5, None), (5, 5, 2), (1, 9, None), (1, 9, 4), (4, 9, 6)]:
         counted = sum(

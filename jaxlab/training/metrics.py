@@ -5,13 +5,11 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 
 from jaxlab.errors import StorageError
-from jaxlab.models.attention.cost import keys_met
-from jaxlab.models.config import ModelConfig
-from jaxlab.models.layers import layer_kinds
+from jaxlab.models import AnyModelConfig
+from jaxlab.models.cost import cost_of
 
 # Peak bfloat16 operations per second of one device (dense), by the start of jax's `device_kind`.
 # Makers' published figures; the longest name that fits counts.
@@ -41,19 +39,17 @@ def peak_flops(device: jax.Device) -> float | None:
     return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
 
 
-def train_flops_per_token(model: ModelConfig, params: Any, sequence_length: int) -> float:
+def train_flops_per_token(model: AnyModelConfig, params: Any, sequence_length: int) -> float:
     """Operations of a forward and a backward pass for one token, without rematerialisation.
 
-    Six for each parameter that multiplies, and `6 · heads · head_dim · attended` for each layer's
-    attention, where `attended` is the mean of `keys_met` over the row (PaLM, arXiv:2204.02311,
-    appendix B, less what a mask leaves out).
+    Six for each parameter that multiplies (PaLM, arXiv:2204.02311, appendix B), and three times
+    those by which attention, less what a mask leaves out, or an xLSTM's cells mix tokens forward.
     """
     multiplied = sum(leaf.size for leaf in jax.tree.leaves(params))
     if not model.tie_word_embeddings:  # a look-up multiplies nothing
         multiplied -= model.vocab_size * model.hidden_size
-    positions = np.arange(sequence_length)
-    attended = sum(float(keys_met(kind, positions).mean()) for kind in layer_kinds(model))
-    return 6.0 * multiplied + 12.0 * model.num_heads * model.head_dim * attended
+    mixing = cost_of(model).mixing_flops(model, sequence_length, sequence_length)
+    return 6.0 * multiplied + 3.0 * mixing / sequence_length
 
 
 class MetricsWriter:

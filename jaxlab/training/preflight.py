@@ -33,6 +33,7 @@ from jaxlab.models import (
     init_cache,
     module_for,
 )
+from jaxlab.models.cost import cost_of
 from jaxlab.objectives import language_modeling
 from jaxlab.training import roofline
 from jaxlab.training.config import ExperimentConfig, model_config
@@ -419,13 +420,10 @@ def _lower_decode(
     rules = logical_rules(module.config, mesh)
     cache = jax.eval_shape(lambda: init_cache(module.config, plan.batch_size, plan.sequence_length))
 
-    def sharding_of(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        names: tuple[str, ...] = ("batch",)
-        if len(leaf.shape) == 5:
-            names = ("layers", "batch", "kv_length", "kv_heads", "head_dim")
+    def sharding_of(leaf: jax.ShapeDtypeStruct, names: tuple[str | None, ...]) -> NamedSharding:
         return NamedSharding(mesh, nn.logical_to_mesh_axes(names, rules) or PartitionSpec())
 
-    cache = _placed(cache, jax.tree.map(sharding_of, cache))
+    cache = _placed(cache, jax.tree.map(sharding_of, cache, _cache_axes(cache)))
     rows = NamedSharding(mesh, nn.logical_to_mesh_axes(("batch", None), rules) or PartitionSpec())
     tokens = jax.ShapeDtypeStruct((plan.batch_size, 1), jnp.int32, sharding=rows)
 
@@ -442,6 +440,18 @@ def _lower_decode(
         "cache": _bytes_per_chip(cache),
     }
     return lowered, sizes
+
+
+def _cache_axes(cache: Any) -> Any:
+    """A tree like the cache's, with a tuple of logical axis names in place of each array.
+
+    What `cache.logical_axes()` says where there is one; otherwise arrays of five axes are keys and
+    values of stacked layers, and others are split by rows.
+    """
+    if hasattr(cache, "logical_axes"):
+        return cache.logical_axes()
+    slots = ("layers", "batch", "kv_length", "kv_heads", "head_dim")
+    return jax.tree.map(lambda leaf: slots if len(leaf.shape) == 5 else ("batch",), cache)
 
 
 def _compiled_memory(
@@ -601,7 +611,8 @@ def _decode_candidates(
 def _could_fit(plan: Plan, topology: Topology, mode: Mode) -> bool:
     """False if what must be in memory at all times is already too much: saves a compilation."""
     model = plan.model
-    num_params = roofline.matmul_params(model)
+    cost = cost_of(model)
+    num_params = cost.matmul_params(model)
     sizes = plan.mesh.sizes(topology.chips)
     if mode == "train":
         width = jnp.dtype(model.param_dtype).itemsize
@@ -619,11 +630,8 @@ def _could_fit(plan: Plan, topology: Topology, mode: Mode) -> bool:
         width = jnp.dtype(model.dtype).itemsize
         needed = num_params * width / (sizes["fsdp"] * sizes["tensor"])
         rows = plan.batch_size / (sizes["data"] * sizes["fsdp"])
-        heads = model.num_kv_heads
-        if heads % sizes["tensor"] == 0:
-            heads //= sizes["tensor"]
-        slots = rows * plan.sequence_length * model.num_layers
-        needed += slots * 2 * heads * model.head_dim * width
+        divided = 1 if model.num_kv_heads % sizes["tensor"] else sizes["tensor"]
+        needed += rows * cost.cache_bytes(model, 1, plan.sequence_length) / divided
     return needed < topology.chip.hbm_bytes
 
 

@@ -11,11 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
-from jaxlab.models import ModelConfig
-from jaxlab.models.attention.cost import cache_bytes, keys_met
-from jaxlab.models.layers import layer_kinds
+from jaxlab.models import AnyModelConfig
+from jaxlab.models.cost import cost_of
 
 GIB = 1 << 30
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -86,34 +83,17 @@ class Roofline:
         return max(times, key=lambda name: times[name])
 
 
-def matmul_params(config: ModelConfig) -> int:
-    """Parameters that a token is multiplied with: all kernels and the unembedding."""
-    attention = (
-        config.hidden_size * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
-    )
-    mlp = config.hidden_size * config.intermediate_size * (3 if config.gated_mlp else 2)
-    return config.num_layers * (attention + mlp) + config.hidden_size * config.vocab_size
-
-
-def attention_flops(config: ModelConfig, queries: int, keys: int) -> float:
-    """Operations of the two attention products of all layers for one row of causal attention.
-
-    `queries` new tokens at the end of `keys` tokens (the queries among them), by `keys_met`.
-    """
-    positions = np.arange(keys - queries, keys)
-    pairs = sum(float(keys_met(kind, positions).sum()) for kind in layer_kinds(config))
-    return 4 * pairs * config.num_heads * config.head_dim
-
-
-def train_flops(config: ModelConfig, batch_size: int, sequence_length: int) -> float:
-    """Operations of a training step over a batch: 6 per parameter and token, plus attention."""
+def train_flops(config: AnyModelConfig, batch_size: int, sequence_length: int) -> float:
+    """Operations of a training step over a batch: 6 per parameter and token, and 3 times the
+    forward pass of what mixes tokens, attention or cells."""
+    cost = cost_of(config)
     tokens = batch_size * sequence_length
-    attention = batch_size * attention_flops(config, sequence_length, sequence_length)
-    return 6.0 * matmul_params(config) * tokens + 3.0 * attention
+    mixing = batch_size * cost.mixing_flops(config, sequence_length, sequence_length)
+    return 6.0 * cost.matmul_params(config) * tokens + 3.0 * mixing
 
 
 def train_work(
-    config: ModelConfig,
+    config: AnyModelConfig,
     *,
     batch_size: int,
     sequence_length: int,
@@ -145,38 +125,43 @@ def train_work(
     passes = 3 if config.remat == "full" else 2
     weights = passes * accumulate * gathered + 2 * accumulate * local_params * stored
     update = 2 * optimizer_bytes + 4 * local_params * stored
-    heads = config.num_heads + config.num_kv_heads
-    per_token = (
-        10 * config.hidden_size
-        + (3 * config.intermediate_size + 4 * heads * config.head_dim) / tensor
-    )
+    cost = cost_of(config)
+    whole, divided = cost.layer_activations(config)
+    per_token = whole + divided / tensor
     logits = 4 * 3 * config.vocab_size / tensor
     activations = tokens * (config.num_layers * per_token * width * (passes + 1) + logits)
 
     layer_output = tokens * config.hidden_size * width
-    kv = tokens * sequence * 2 * config.num_kv_heads * config.head_dim * width / tensor
+    rows = batch_size / (data * fsdp)
+    exchanged = sequence * cost.sequence_bytes(config, tokens, rows) / tensor
     network = {
         # A ring all-gather or reduce-scatter sends (n-1)/n of the whole, an all-reduce twice that.
         "fsdp": accumulate * (passes * gathered + num_params / tensor * stored) * _ring(fsdp),
         "data": 2 * local_params * stored * _ring(data),
-        # Two all-reduces a layer and pass: after attention and after the MLP.
+        # Two all-reduces a layer and pass: after attention or cell, and after the MLP.
         "tensor": config.num_layers * 2 * passes * 2 * layer_output * _ring(tensor),
-        "sequence": config.num_layers * (passes + 1) * kv * _ring(sequence),
+        "sequence": config.num_layers * (passes + 1) * exchanged * _ring(sequence),
     }
     return Work(model, hardware, weights + update + activations, network)
 
 
 def decode_work(
-    config: ModelConfig, *, batch_size: int, context: int, mesh: dict[str, int], num_params: int
+    config: AnyModelConfig,
+    *,
+    batch_size: int,
+    context: int,
+    mesh: dict[str, int],
+    num_params: int,
 ) -> Work:
     """Work on one chip of decoding a token for each of `batch_size` rows of `context` tokens."""
     data, fsdp, tensor, sequence = (mesh.get(a, 1) for a in ("data", "fsdp", "tensor", "sequence"))
     chips = data * fsdp * tensor * sequence
-    flops = 2.0 * matmul_params(config) * batch_size
-    flops += batch_size * attention_flops(config, 1, context)
+    cost = cost_of(config)
+    flops = 2.0 * cost.matmul_params(config) * batch_size
+    flops += batch_size * cost.mixing_flops(config, 1, context)
     width = _BYTES[config.dtype]
     rows = batch_size / (data * fsdp)
-    cache = rows * cache_bytes(config, 1, context) / tensor
+    cache = rows * cost.decode_bytes(config, context) / tensor
     gathered = num_params / tensor * _BYTES[config.param_dtype]
     layer_output = rows * config.hidden_size * width
     network = {

@@ -73,6 +73,15 @@ class XLSTMCache(flax.struct.PyTreeNode):
         check_between("commit", lengths, self.committed, self.lengths)
         return self.replace(committed=jnp.clip(lengths, self.committed, self.lengths))
 
+    def logical_axes(self) -> XLSTMCache:
+        """The same cache with a tuple of logical axis names in place of each array."""
+        leading = () if self.unstacked else ("layers",)
+        layers = jax.tree_util.tree_map_with_path(
+            lambda path, _: (*leading, *_SLOT_AXES[path[-1].key]), self.layers
+        )
+        rows = ("batch",)
+        return self.replace(lengths=rows, committed=rows, folded=rows, layers=layers)
+
     def check_model(self, config: XLSTMConfig) -> None:
         """Raise `ValueError` if the cache was made for another model than that of `config`."""
         if self.made_for != _identity(config):
@@ -164,6 +173,20 @@ def _identity(config: XLSTMConfig) -> tuple[Any, ...]:
         config.input_gate,
         config.normalize,
     )
+
+
+# Of the arrays that `_slot_shapes` describes.
+_SLOT_AXES: dict[str, tuple[str | None, ...]] = {
+    "c": ("batch", "heads", None, None),
+    "n": ("batch", "heads", None),
+    "m": ("batch", "heads"),
+    "k": ("batch", None, "heads", "head_dim"),
+    "v": ("batch", None, "heads", "head_dim"),
+    "i": ("batch", None, "heads"),
+    "f": ("batch", None, "heads"),
+    "states": ("batch", None, None, "heads", "head_dim"),
+    "inputs": ("batch", None, "act_embed"),
+}
 
 
 def _slot_shapes(
