@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -40,8 +41,12 @@ def write_report(
     directory.mkdir(parents=True, exist_ok=True)
     report = {
         "claim": name,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {package: version(package) for package in ("jax", "jaxlab")},
+        "command": " ".join(sys.argv),
+        "machine": f"{processor()}, {os.cpu_count()} cores",
+        "versions": {
+            "python": platform.python_version(),
+            **{package: version(package) for package in ("jax", "jaxlab")},
+        },
         "rows": list(rows),
         "notes": list(notes),
     }
@@ -60,3 +65,13 @@ def write_report(
     print(
         f"\n{report['machine']}; {report['versions']}; written to {directory}/{name}.json and .png"
     )
+
+
+def processor() -> str:
+    """The model's name where Linux tells it, else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
