@@ -31,6 +31,7 @@ from jaxlab.models import (
     module_for,
     resolve_attention,
 )
+from jaxlab.models.attention.separator_watch import SeparatorWatch
 
 if TYPE_CHECKING:
     from jaxlab.inference import Generator
@@ -65,6 +66,7 @@ class Model:
         self.params = params
         self.tokenizer = tokenizer
         self.mesh = mesh
+        self._separators = SeparatorWatch(module.config)
 
     @property
     def config(self) -> AnyModelConfig:
@@ -98,6 +100,7 @@ class Model:
           PromptError: there are no tokens, or, outside jit, one is not of the vocabulary.
         """
         tokens = self._checked(tokens, rows=None)
+        self._separators.look(tokens)
         with self.on_mesh():
             return self._jitted_apply(self.params, tokens)
 
@@ -146,6 +149,8 @@ class Model:
         if num_tokens is not None:
             num_tokens = jnp.broadcast_to(jnp.asarray(num_tokens, jnp.int32), tokens.shape[:1])
             _check_within("num_tokens", num_tokens, 0, tokens.shape[1], "tokens a row are given")
+        if tokens.shape[1] > 1 and _is_empty(cache):  # the text may have had separators before
+            self._separators.look(tokens, num_tokens)
         with self.on_mesh():
             return self._jitted_extend(params, cache, tokens, num_tokens)
 
@@ -289,6 +294,10 @@ def load(source: str | Path, *, mesh: jax.sharding.Mesh | None = None, **overrid
         path, config, shardings=shardings, param_dtype=config.param_dtype
     )
     return Model(module_for(config), params, tokenizer, mesh=mesh)
+
+
+def _is_empty(cache: Cache) -> bool:
+    return not isinstance(cache.lengths, jax.core.Tracer) and not np.any(cache.lengths)
 
 
 def _check_within(name: str, values: jax.Array, low: int, high: int, why: str) -> None:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxlab.errors import ConfigError, DataError
+from jaxlab.models.attention.separator_watch import SeparatorWatch
 from jaxlab.objectives import language_modeling
 
 if TYPE_CHECKING:
@@ -162,10 +163,12 @@ class _Total:
         key = jax.random.key(0)
         self._evaluate = jax.jit(lambda params, batch: objective(params, batch, key)[1])
         self._params = params
+        self._separators = SeparatorWatch(module.config)
         self._nats = 0.0
         self._tokens = 0.0
 
     def add(self, batch: Batch) -> None:
+        self._separators.look(batch["tokens"])
         names = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
         metrics = self._evaluate(self._params, {n: batch[n] for n in names if n in batch})
         weight = float(metrics["weight"])

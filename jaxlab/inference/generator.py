@@ -35,6 +35,7 @@ from jaxlab.inference.sampling import (
 )
 from jaxlab.inference.stopping import FinishReason, RowText
 from jaxlab.models import Cache, LanguageModule, init_cache, unstack_layers
+from jaxlab.models.attention.separator_watch import SeparatorWatch
 
 Params = Any
 Prompt = str | Sequence[dict[str, str]] | Sequence[int]
@@ -124,6 +125,7 @@ class Generator:
         self.module = module
         self.tokenizer = tokenizer
         self.prefill_block = prefill_block
+        self._separators = SeparatorWatch(module.config)
         already = isinstance(params["layers"], tuple)
         self.unstacked = already or (_on_one_cpu(params) if unstack is None else unstack)
         self.params = unstack_layers(params, module.config) if self.unstacked else params
@@ -298,6 +300,7 @@ class Generator:
         after: PromptState | None = None,
     ) -> Iterator[tuple[list[RowText], Timing]]:
         """Run one batch; yields its rows' state after every device call."""
+        self._separators.look(np.concatenate(prompts))
         context = self.module.config.context_limit
         texts, budgets = [], []
         for ids, params in zip(prompts, sampling, strict=True):

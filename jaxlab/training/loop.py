@@ -29,6 +29,7 @@ from jaxlab.models import (
     module_for,
     resolve_attention,
 )
+from jaxlab.models.attention.separator_watch import SeparatorWatch
 from jaxlab.objectives import Objective, language_modeling
 from jaxlab.training import distributed
 from jaxlab.training.checkpoint import Checkpointer
@@ -277,12 +278,14 @@ class _Run:
         agreement = distributed.Agreement(self.mesh)
         watch = _Watch(self, writer, checkpointer, train_data)
         compiled: dict[int, Any] = {}  # by rows of a batch
+        separators = SeparatorWatch(self.model)
         stopped_by = 0
         validation_loss = _recorded(writer.records, "validation_loss", start_step)
         step = start_step
         while step < training.steps:
             local = dict(next(train_data))
             rows = local.pop("row_ids")
+            separators.look(local["tokens"])
             batch = distributed.global_batch(local, self.batch_sharding, self.share)
             size = batch["tokens"].shape[0]
             if size not in compiled:

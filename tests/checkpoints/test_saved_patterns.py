@@ -77,9 +77,10 @@ def test_strings_and_ids_may_be_mixed():
     resolved = resolve_attention(config, ByteTokenizer())
     [dot] = ByteTokenizer().encode(".")
     assert resolved.attention.separators == tuple(sorted((7, dot)))
-    unknown = CONFIG.replace(attention={"pattern": "sepllm", "separators": [".", "never one"]})
-    with pytest.raises(ConfigError, match="'never one', which is no single token"):
-        resolve_attention(unknown, ByteTokenizer())
+    for text in ("never one", ""):
+        unknown = CONFIG.replace(attention={"pattern": "sepllm", "separators": [".", text]})
+        with pytest.raises(ConfigError, match=f"'{text}', which is no single token"):
+            resolve_attention(unknown, ByteTokenizer())
     with pytest.raises(ConfigError, match="needs a tokenizer"):
         resolve_attention(config, None)
     assert resolve_attention(CONFIG, None) is CONFIG

@@ -318,3 +318,15 @@ def test_a_run_of_another_model_is_not_resumed(experiment):
         fit(experiment(seed=1))
     with pytest.raises(ConfigError, match=r"training.steps is 1 but .* is at step 3"):
         fit(experiment(training={"steps": 1}, optimizer={"warmup_steps": 0}))
+
+
+def test_texts_without_separators_are_told_of(experiment, tmp_path):
+    source = tmp_path / "letters.txt"
+    source.write_text("abcdefgh" * 200)
+    config = experiment(
+        model={"attention": {"pattern": "sepllm", "window": 4}},
+        data={"source": str(source)},
+        training={"steps": 3},
+    )
+    with pytest.warns(UserWarning, match="found no separator among 256 tokens"):
+        fit(config)

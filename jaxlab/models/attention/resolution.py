@@ -63,7 +63,7 @@ def _with_ids(attention: SepLLMAttention, config: ModelConfig, tokenizer: Any) -
         for string in (s for s in separators if isinstance(s, str)):
             try:
                 found.update(separator_ids(tokenizer, characters=(string,), rule="exact"))
-            except TokenizerError as error:
+            except (TokenizerError, ValueError) as error:
                 raise ConfigError(
                     f"attention.separators holds {string!r}, which is no single token of this "
                     "tokenizer: leave it out, or list token ids"
