@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="what jaxlab.load reads")
     parser.add_argument("--steps", type=int, default=6, help="of part tune, for each seed")
     parser.add_argument("--seeds", type=int, default=3, help="draws of part tune's rows")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a row of part tune")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a row of part tune")
     parser.add_argument("--output", default="claims", help="folder for JSON and pictures")
     parser.add_argument("--quick", action="store_true", help="tiny random model, short texts")
     arguments = parser.parse_args()

@@ -69,6 +69,8 @@ def report_post_training(
     Args:
       cases: name → attention, and how many keys the last query meets.
     """
+    if length > HELD_OUT:
+        raise SystemExit(f"--length {length}: at most {HELD_OUT}, what is held out at each place")
     tokens = prose_tokens(model)
     evaluated = windows(tokens, length)
     rows_by_seed = [training_rows(tokens, length, steps, seed) for seed in range(seeds)]
