@@ -8,6 +8,7 @@ time: pyproject.toml names the packages for jaxtyping's import hook, beartype do
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,12 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 def repo_root() -> Path:
     """The checkout: the folder with pyproject.toml, configs/ and scripts/."""
     return Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_compiled_programs() -> Iterator[None]:
+    """The programs of a file serve no other one; kept, they would come to 8 GB a process."""
+    yield
+    import jax
+
+    jax.clear_caches()

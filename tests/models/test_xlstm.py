@@ -56,6 +56,11 @@ def random_params(config, seed=0):
     return jax.tree_util.tree_map_with_path(shaken, params)
 
 
+def apply(module, params, tokens, segment_ids=None):
+    run = jax.jit(lambda params, *inputs: module.apply({"params": params}, *inputs))
+    return run(params, tokens, None, segment_ids)
+
+
 def test_both_spellings_of_the_configuration_are_the_same_model():
     configs = [
         config_from_hf(json.loads((GOLDEN / name).read_text()))
@@ -159,10 +164,11 @@ def test_golden_ragged_prompts_and_greedy_tokens(published):
     segments = [
         np.full(len(part), index // 2 + 1 if index % 2 else 0) for index, part in enumerate(parts)
     ]
-    packed = model.apply(
+    packed = apply(
+        module,
         params,
         jnp.asarray(np.concatenate(parts))[None],
-        segment_ids=jnp.asarray(np.concatenate(segments))[None],
+        jnp.asarray(np.concatenate(segments))[None],
     )
     ends = np.cumsum([len(part) for part in parts])[1::2] - 1
     for row, end in enumerate(ends):
@@ -179,9 +185,10 @@ def test_prefill_chunks_and_steps_agree(config):
     module = XLSTM(config)
     params = random_params(config)
     tokens = jax.random.randint(jax.random.key(7), (2, 90), 0, 50)
-    whole = module.apply({"params": params}, tokens)
+    whole = apply(module, params, tokens)
     extend = jax.jit(lambda cache, tokens: module.apply({"params": params}, tokens, cache=cache))
-    for widths in ([90], [70, 20], [33, 1, 1, 40, 15], [1] * 90):
+    # More tokens than slots, fewer, one by one; and from one to the other.
+    for widths in ([90], [30, 30, 30], [1] * 20 + [30] + [1] * 40):
         cache, parts, start = init_cache(config, 2, 1), [], 0
         for width in widths:
             logits, cache = extend(cache, tokens[:, start : start + width])
@@ -199,10 +206,10 @@ def test_unrolled_blocks_equal_scanned_ones(config):
     params = random_params(config)
     tokens = jax.random.randint(jax.random.key(3), (2, 9), 0, 50)
     unrolled = unstack_layers(params, config)
-    expected, _ = module.apply({"params": params}, tokens, cache=init_cache(config, 2, 1))
-    cache = init_cache(config, 2, 1, unstacked=True)
-    actual, _ = module.apply({"params": unrolled}, tokens, cache=cache)
-    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    extend = jax.jit(lambda p, cache: module.apply({"params": p}, tokens, cache=cache)[0])
+    expected = extend(params, init_cache(config, 2, 1))
+    actual = extend(unrolled, init_cache(config, 2, 1, unstacked=True))
+    assert_close(actual, expected, 1e-5)
 
 
 @pytest.mark.parametrize("config", [TINY, MIXED], ids=["mlstm", "mixed"])
@@ -210,7 +217,7 @@ def test_rows_of_different_lengths_and_going_back(config):
     module = XLSTM(config)
     params = random_params(config)
     tokens = jax.random.randint(jax.random.key(5), (3, 60), 0, 50)
-    whole = module.apply({"params": params}, tokens)
+    whole = apply(module, params, tokens)
     extend = jax.jit(
         lambda cache, tokens, counts: module.apply(
             {"params": params}, tokens, cache=cache, num_tokens=counts
@@ -248,9 +255,9 @@ def test_packed_documents_equal_separate_ones(config):
     params = random_params(config)
     tokens = jax.random.randint(jax.random.key(8), (1, 40), 0, 50)
     segments = jnp.asarray([[1] * 13 + [2] * 1 + [3] * 20 + [0] * 6])
-    packed = module.apply({"params": params}, tokens, segment_ids=segments)
+    packed = apply(module, params, tokens, segments)
     for start, end in ((0, 13), (13, 14), (14, 34)):
-        alone = module.apply({"params": params}, tokens[:, start:end])
+        alone = apply(module, params, tokens[:, start:end])
         assert_close(packed[:, start:end], alone, 2e-5)
 
 
@@ -303,7 +310,7 @@ def test_bfloat16_compute_and_state_stay_near_float32():
     config = TINY.replace(dtype="bfloat16", state_dtype="bfloat16")
     params = random_params(TINY)
     tokens = jax.random.randint(jax.random.key(7), (1, 40), 0, 50)
-    exact = XLSTM(TINY).apply({"params": params}, tokens)
+    exact = apply(XLSTM(TINY), params, tokens)
     logits, cache = XLSTM(config).apply({"params": params}, tokens, cache=init_cache(config, 1, 1))
     assert cache.layers[0][0]["c"].dtype == jnp.bfloat16
     assert cache.layers[0][0]["m"].dtype == jnp.float32
@@ -328,8 +335,5 @@ def test_impossible_configurations(changes, message):
 
 def test_a_cache_of_another_model_is_refused():
     cache = init_cache(TINY, 1, 1)
-    config = TINY.replace(num_heads=4)
     with pytest.raises(ValueError, match="made for another model"):
-        XLSTM(config).apply(
-            {"params": random_params(config)}, jnp.zeros((1, 1), jnp.int32), cache=cache
-        )
+        cache.check_model(TINY.replace(num_heads=4))

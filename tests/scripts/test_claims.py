@@ -10,6 +10,7 @@ REPORTS = {
     "kv_shifting": ["kv_shifting"],
     "sepllm": ["sepllm_loss", "sepllm_tune", "sepllm_stream", "sepllm_million"],
     "cca": ["cca_loss", "cca_tune", "cca_cost"],
+    "xlstm": ["xlstm_decoding", "xlstm_bias", "xlstm_chunks", "xlstm_borders"],
     "xattention": ["xattention_selection", "xattention_loss", "xattention_speed"],
 }
 
@@ -25,6 +26,15 @@ def test_a_claim_is_measured(name, repo_root, tmp_path):
         content = json.loads((tmp_path / f"{report}.json").read_text())
         assert content["rows"]
         assert content["versions"]["jax"]
+
+
+@pytest.mark.slow
+def test_the_cell_is_timed(repo_root, tmp_path):
+    output = tmp_path / "bench.json"
+    script = repo_root / "scripts" / "bench_xlstm.py"
+    arguments = ["--length", "256", "--repeats", "1", "--no-torch", "--output", output]
+    subprocess.run([sys.executable, script, *arguments], check=True, timeout=400)
+    assert json.loads(output.read_text())["mlstm"]
 
 
 @pytest.mark.slow
