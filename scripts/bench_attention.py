@@ -1,28 +1,31 @@
-"""Dense attention on this machine's CPU beside torch's, in one run.
+"""The sparse attention patterns beside dense attention, ours and torch's, in one run on this CPU.
 
-    python scripts/bench_attention.py [--long 16384] [--repeats 5] [--markdown FILE]
+    python scripts/bench_attention.py                        # 32,768 tokens, minutes
+    python scripts/bench_attention.py --length 8192 --gradient
+    python scripts/bench_attention.py --part decode          # a token at 65,536 tokens of context
 
-Prints, per shape: the median wall time of the forward pass and of forward + backward for
-`pallas_kernels.attention` and for `torch.nn.functional.scaled_dot_product_attention`, float32,
-their ratio (below 1: faster than torch), and the peak memory above the inputs. Measurements of the
-two alternate, so that other work on the machine burdens both. Peak memory is that of a process
-that does nothing else. Needs torch (extra `parity`). For the sparse patterns there is
-scripts/bench_patterns.py.
+Part "attention": 1 x T x 8 heads x 64, float32. XAttention, scoring included, on queries and keys
+in which each block of queries looks for a tenth of the blocks of keys before it; SepLLM with a
+window of 1,024 and 4 % separators; CCA with groups of 16 and a window of 1,024. Medians; times as
+fast as dense; temporary memory by the compiler's account. On queries and keys without structure
+XAttention keeps nearly all blocks and gains nothing.
+
+Part "decode": one layer of 8 heads x 64 behind a full context; seconds a token of the attention
+sublayer, and bytes of the cache. Torch is left out if it is not installed.
 """
 
+from __future__ import annotations
+
 import argparse
-import ctypes
-import dataclasses
-import functools
+import importlib.util
 import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -30,166 +33,220 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import attention
+from jaxlab.models import ModelConfig, Transformer, init_cache, init_params, unstack_layers
+from pallas_kernels import attention, cca_attention, kv_retention, sepllm_attention, xattention
 
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Queries `[batch, queries, heads, head_dim]` on keys `[batch, keys, kv_heads, head_dim]`."""
-
-    name: str
-    batch: int
-    queries: int
-    keys: int
-    heads: int
-    kv_heads: int
-    head_dim: int = 64
-
-    @property
-    def decoding(self) -> bool:
-        """The queries are the last of the keys' sequence."""
-        return self.queries < self.keys
-
-
-def shapes(long: int) -> list[Shape]:
-    return [
-        Shape(f"causal 1x{long}x8x64", 1, long, long, 8, 8),
-        Shape("causal 1x2048x8x64", 1, 2048, 2048, 8, 8),
-        Shape("training 4x256, 9/3 heads", 4, 256, 256, 9, 3),
-        Shape("prefill 1x1024, 9/3 heads", 1, 1024, 1024, 9, 3),
-        Shape("decode 1 of 256, 9/3 heads", 1, 1, 256, 9, 3),
-        Shape("decode 1 of 8192, 9/3 heads", 1, 1, 8192, 9, 3),
-    ]
-
-
-def inputs(shape: Shape) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    sizes = (
-        (shape.queries, shape.heads),
-        (shape.keys, shape.kv_heads),
-        (shape.keys, shape.kv_heads),
-    )
-    return [
-        rng.normal(size=(shape.batch, time, heads, shape.head_dim)).astype(np.float32)
-        for time, heads in sizes
-    ]
-
-
-def jax_call(shape: Shape, backward: bool) -> Callable[[], object]:
-    offset = shape.keys - shape.queries
-    options = {"q_offset": jnp.full(shape.batch, offset)} if shape.decoding else {}
-    call = functools.partial(attention, **options)
-    if backward:
-        call = jax.grad(lambda *arrays: attention(*arrays, **options).sum(), argnums=(0, 1, 2))
-    arrays = [jnp.asarray(x) for x in inputs(shape)]
-    compiled = jax.jit(call).lower(*arrays).compile()
-    return lambda: jax.block_until_ready(compiled(*arrays))
-
-
-def torch_call(shape: Shape, backward: bool) -> Callable[[], object]:
-    import torch
-
-    torch.set_num_threads(os.cpu_count() or 1)
-    # Contiguous [batch, heads, time, head_dim]: the layout torch is fastest in.
-    q, k, v = (torch.tensor(x).transpose(1, 2).contiguous() for x in inputs(shape))
-    call = functools.partial(
-        torch.nn.functional.scaled_dot_product_attention,
-        is_causal=not shape.decoding,
-        enable_gqa=shape.heads != shape.kv_heads,
-    )
-    if not backward:
-        return lambda: call(q, k, v)
-    for x in (q, k, v):
-        x.requires_grad_()
-    return lambda: torch.autograd.grad(call(q, k, v).sum(), (q, k, v))
-
-
-CALLS = {"jaxlab": jax_call, "torch": torch_call}
-
-
-def median_times(shape: Shape, backward: bool, repeats: int) -> dict[str, float]:
-    """Seconds a call, by library."""
-    calls = {name: make(shape, backward) for name, make in CALLS.items()}
-    # A call too short for the clock is timed in bunches of about a millisecond.
-    bunch = {}
-    for name, call in calls.items():
-        call()
-        start = time.perf_counter()
-        call()
-        bunch[name] = max(1, round(1e-3 / (time.perf_counter() - start)))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            for _ in range(bunch[name]):
-                call()
-            times[name].append((time.perf_counter() - start) / bunch[name])
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def resident_bytes(field: str) -> int:
-    """`VmRSS` (now) or `VmHWM` (peak) of this process; Linux only."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
-def extra_memory(shape: Shape, library: str, backward: bool) -> int:
-    """Bytes by which a call raises the peak memory of a process of its own."""
-    command = [sys.executable, __file__, "--memory-of", library, "--shape"]
-    command += [json.dumps(dataclasses.asdict(shape)), *(["--backward"] if backward else [])]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-def print_extra_memory(shape: Shape, library: str, backward: bool) -> None:
-    tiny = dataclasses.replace(shape, batch=1, queries=min(shape.queries, 300), keys=300)
-    CALLS[library](tiny, backward)()  # loads libraries and starts threads
-    call = CALLS[library](shape, backward)
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed does not serve the call
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = resident_bytes("VmRSS")
-    call()
-    print(resident_bytes("VmHWM") - before)
+HEADS, HEAD_DIM, BLOCK = 8, 64, 128
+WINDOW, GROUP, INITIAL, SEPARATORS = 1024, 16, 4, 0.04
+Call = Callable[..., Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--long", type=int, default=16384, help="length of the longest sequence")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--markdown", help="write the table to this file as well")
-    parser.add_argument("--memory-of", choices=sorted(CALLS), help=argparse.SUPPRESS)
-    parser.add_argument("--shape", help=argparse.SUPPRESS)
-    parser.add_argument("--backward", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.memory_of:
-        shape = Shape(**json.loads(options.shape))
-        print_extra_memory(shape, options.memory_of, options.backward)
-        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=("attention", "decode", "all"), default="all")
+    parser.add_argument("--length", type=int, default=32768, help="tokens of part attention")
+    parser.add_argument("--context", type=int, default=65536, help="tokens before the decoded one")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each (the median counts)")
+    parser.add_argument("--gradient", action="store_true", help="forward and backward")
+    parser.add_argument("--output", type=Path, default=Path("bench_attention.json"))
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    if arguments.part != "decode":
+        report["attention"] = bench_attention(
+            arguments.length, arguments.repeats, arguments.gradient
+        )
+        print_table(report["attention"])
+    if arguments.part != "attention":
+        report["decode"] = bench_decode(arguments.context, arguments.repeats)
+        print_table(report["decode"])
+    arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
+
+def bench_attention(length: int, repeats: int, gradient: bool) -> list[dict[str, Any]]:
+    q, k, v = structured(length)
+    rng = np.random.default_rng(1)
+    separators = jnp.asarray(rng.random((1, length)) < SEPARATORS)
+    threshold = sparse_threshold(q, k, v)
+    density = float(chosen(q, k, v, threshold).mean())
+    kept = float(kv_retention(separators, window=WINDOW, initial_tokens=INITIAL).mean.mean())
+    cores = np.maximum(np.arange(1, length + 1) - WINDOW, 0) // GROUP
+    met = np.arange(1, length + 1) - cores * (GROUP - 1)
+    calls: dict[str, tuple[Call, float]] = {
+        "dense": (attention, 1.0),
+        f"XAttention, stride 16, threshold {threshold}": (
+            lambda q, k, v: xattention(q, k, v, threshold=threshold, stride=16, block_size=BLOCK),
+            density,
+        ),
+        f"SepLLM, window {WINDOW}": (
+            lambda q, k, v: sepllm_attention(
+                q, k, v, separators, window=WINDOW, initial_tokens=INITIAL
+            ),
+            kept,
+        ),
+        f"CCA, groups of {GROUP}, window {WINDOW}": (
+            lambda q, k, v: cca_attention(q, k, v, group_size=GROUP, window_size=WINDOW),
+            float(met.sum() / (length * (length + 1) / 2)),
+        ),
+    }
+    rows = []
+    for name, (call, share) in calls.items():
+        function = jax.jit(with_gradient(call) if gradient else call)
+        compiled = function.lower(q, k, v).compile()
+        seconds = median_seconds(lambda c=compiled: jax.block_until_ready(c(q, k, v)), repeats)
+        memory = compiled.memory_analysis().temp_size_in_bytes / 2**20
+        rows.append({"attention": name, "seconds": seconds, "MiB": memory, "keys met": share})
+        print(f"{name}: {seconds:.3f} s", flush=True)
+    torch_seconds = bench_torch(q, k, v, repeats, gradient)
+    if torch_seconds is not None:
+        rows.append({"attention": "torch SDPA", "seconds": torch_seconds, "keys met": 1.0})
+    for row in rows:
+        row["x dense"] = rows[0]["seconds"] / row["seconds"]
+        if torch_seconds is not None:
+            row["x torch"] = torch_seconds / row["seconds"]
+    return rows
+
+
+def structured(length: int) -> list[jax.Array]:
+    """Queries, keys, values `[1, T, H, D]`: each block of queries looks for a tenth of the past."""
+    rng = np.random.default_rng(0)
+    count = -(-length // BLOCK)
+    signature = rng.normal(size=(count, HEADS, HEAD_DIM))
+    signature /= np.linalg.norm(signature, axis=-1, keepdims=True)
+    query, key = rng.normal(size=(2, count, BLOCK, HEADS, HEAD_DIM)) * 0.5
+    key += 6 * signature[:, None]
+    for i in range(count):
+        for head in range(HEADS):
+            picks = rng.choice(i + 1, max(1, round(0.09 * (i + 1))), replace=False)
+            query[i, :, head] += 12 * signature[picks, head].sum(0)
+    value = rng.normal(size=query.shape)
+    shape = (1, count * BLOCK, HEADS, HEAD_DIM)
+    return [jnp.asarray(x.reshape(shape)[:, :length], jnp.float32) for x in (query, key, value)]
+
+
+def sparse_threshold(q: jax.Array, k: jax.Array, v: jax.Array) -> float:
+    """The threshold whose density is nearest to a tenth."""
+    candidates = (0.9, 0.95, 0.97, 0.98, 0.985, 0.99, 0.993, 0.996, 0.998)
+    densities = [float(chosen(q, k, v, t).mean()) for t in candidates]
+    return min(zip(candidates, densities, strict=True), key=lambda pair: abs(pair[1] - 0.1))[0]
+
+
+@jax.jit
+def chosen(q: jax.Array, k: jax.Array, v: jax.Array, threshold: float) -> jax.Array:
+    return xattention(q, k, v, threshold=threshold, stride=16, return_density=True)[1]
+
+
+def with_gradient(call: Call) -> Call:
+    return jax.grad(lambda q, k, v: jnp.sum(call(q, k, v) * v), (0, 1, 2))
+
+
+def bench_torch(
+    q: jax.Array, k: jax.Array, v: jax.Array, repeats: int, gradient: bool
+) -> float | None:
+    if importlib.util.find_spec("torch") is None:
+        return None
     import torch
 
-    lines = [
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
-        f"jax {jax.__version__}, torch {torch.__version__}, float32, "
-        f"medians of {options.repeats}, `{' '.join(['python', *sys.argv])}`",
-        "",
-        "| attention | pass | jaxlab ms | torch ms | ratio | jaxlab MB | torch MB |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
-    print("\n".join(lines), flush=True)
-    for shape in shapes(options.long):
-        for backward in (False,) if shape.decoding else (False, True):
-            seconds = median_times(shape, backward, options.repeats)
-            memory = {name: extra_memory(shape, name, backward) / 1e6 for name in CALLS}
-            line = (
-                f"| {shape.name} | {'forward + backward' if backward else 'forward'} "
-                f"| {seconds['jaxlab'] * 1e3:.3g} | {seconds['torch'] * 1e3:.3g} "
-                f"| {seconds['jaxlab'] / seconds['torch']:.2f} "
-                f"| {memory['jaxlab']:.0f} | {memory['torch']:.0f} |"
+    arrays = [torch.tensor(np.asarray(x)).transpose(1, 2).contiguous() for x in (q, k, v)]
+    for array in arrays:
+        array.requires_grad_(gradient)
+
+    def run() -> None:
+        out = torch.nn.functional.scaled_dot_product_attention(*arrays, is_causal=True)
+        if gradient:
+            (out * arrays[2]).sum().backward()
+
+    return median_seconds(run, repeats)
+
+
+def bench_decode(context: int, repeats: int) -> list[dict[str, Any]]:
+    patterns = {
+        "full": "full",
+        "xattention (decodes dense)": {"pattern": "xattention"},
+        "sepllm": {
+            "pattern": "sepllm",
+            "window": WINDOW,
+            "separators": (0,),
+            "separator_capacity": round(0.1 * context),
+        },
+        "sepllm, streaming, capacity 324": {
+            "pattern": "sepllm",
+            "separators": (0,),
+            "positions": "cache",
+        },
+        "cca": {"pattern": "cca", "group_size": GROUP, "window_size": WINDOW},
+    }
+    rows = []
+    for name, pattern in patterns.items():
+        config = ModelConfig(
+            vocab_size=16,
+            hidden_size=HEADS * HEAD_DIM,
+            intermediate_size=8,
+            num_layers=1,
+            num_heads=HEADS,
+            max_position_embeddings=context + 1024,
+            attention=pattern,
+        )
+        rows.append({"cache": name, **decode_speed(config, context, repeats)})
+        print(f"{name}: {rows[-1]['ms a token']:.3f} ms", flush=True)
+    for row in rows:
+        row["x full"] = rows[0]["ms a token"] / row["ms a token"]
+    return rows
+
+
+def decode_speed(config: ModelConfig, context: int, repeats: int) -> dict[str, float]:
+    """Of a cache that holds `context` tokens, one in fourteen a separator."""
+    module = Transformer(config)
+    params = unstack_layers(init_params(module, jax.random.key(0)))
+    cache = init_cache(config, 1, context + 1024, unstacked=True)
+    nbytes = cache.nbytes
+    tokens = np.random.default_rng(0).integers(0, 14, (1, context), dtype=np.int32)
+    steps = 32
+
+    @jax.jit
+    def extend(cache: Any, tokens: jax.Array) -> Any:
+        return module.apply({"params": params}, tokens, cache=cache)[1]
+
+    @jax.jit
+    def decode(cache: Any) -> Any:
+        def step(_: Any, cache: Any) -> Any:
+            hidden, cache = module.apply(
+                {"params": params}, jnp.ones((1, 1), jnp.int32), cache=cache, method="hidden_states"
             )
-            lines.append(line)
-            print(line, flush=True)
-    if options.markdown:
-        Path(options.markdown).write_text("\n".join(lines) + "\n")
+            # The result counts, or the attention would be left out as dead code.
+            return cache.replace(lengths=cache.lengths + (hidden[0, 0, 0] > jnp.inf))
+
+        return jax.lax.fori_loop(0, steps, step, cache)
+
+    for start in range(0, context, 1024):
+        cache = extend(cache, tokens[:, start : start + 1024])
+    seconds = median_seconds(lambda: jax.block_until_ready(decode(cache)), repeats)
+    return {"ms a token": seconds / steps * 1e3, "cache MiB": nbytes / 2**20}
+
+
+def median_seconds(run: Callable[[], Any], repeats: int) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+
+    def cell(value: Any) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    print()
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "---|" * len(columns))
+    for row in rows:
+        print("| " + " | ".join(cell(row.get(column, "")) for column in columns) + " |")
+    print()
 
 
 if __name__ == "__main__":

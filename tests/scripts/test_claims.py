@@ -40,7 +40,7 @@ def test_the_cell_is_timed(repo_root, tmp_path):
 @pytest.mark.slow
 def test_the_patterns_are_timed(repo_root, tmp_path):
     output = tmp_path / "bench.json"
-    script = repo_root / "scripts" / "bench_patterns.py"
+    script = repo_root / "scripts" / "bench_attention.py"
     arguments = ["--length", "512", "--context", "1024", "--repeats", "1", "--output", output]
     subprocess.run([sys.executable, script, *arguments], check=True, timeout=400)
     report = json.loads(output.read_text())
