@@ -155,7 +155,10 @@ def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str
     key, separator, text = override.partition("=")
     key = key.strip()
     if not separator or not key or not all(key.split(".")):
-        raise ConfigError(f"override {override!r} is not of the form key=value or key.sub=value")
+        lacks = " (no key stands before the =)" if separator and not key else ""
+        raise ConfigError(
+            f"override {override!r} is not of the form key=value or key.sub=value{lacks}"
+        )
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -206,6 +209,10 @@ def _explain(
             if expected.startswith("a valid dictionary"):
                 expected = "a mapping"
             expected = expected.replace("a valid tuple", "a list")
+            if details["type"] == "too_short":
+                expected = f"a list of at least {details['ctx']['min_length']}"
+            elif details["type"] == "string_too_short":
+                expected = "a text that is not empty"
             wrong.setdefault(key, (origin, _lists(details["input"]), []))[2].append(expected)
     for key, (origin, value, expectations) in wrong.items():
         expected = " or ".join(dict.fromkeys(expectations))
@@ -261,26 +268,63 @@ def _model_classes(annotation: Any) -> list[type[pydantic.BaseModel]]:
     return []
 
 
-def _all_keys(cls: type[pydantic.BaseModel], prefix: str = "") -> Iterator[str]:
+def _all_keys(
+    cls: type[pydantic.BaseModel], section: str = ""
+) -> Iterator[tuple[str, str, type[pydantic.BaseModel]]]:
+    """(dotted section with its last dot, name, class that holds it) of every key there may be."""
     for name, field in cls.model_fields.items():
-        yield f"{prefix}{name}"
+        yield section, name, cls
         for inner in _model_classes(field.annotation):
-            yield from _all_keys(inner, f"{prefix}{name}.")
+            yield from _all_keys(inner, f"{section}{name}.")
 
 
 def _suggestion(
     cls: type[pydantic.BaseModel], parent: type[pydantic.BaseModel], key: str, leaf: str
 ) -> str:
+    """What may have been meant: a key of the same section, of its other kinds, or elsewhere."""
     prefix = key.removesuffix(leaf)
+    plain = re.sub(r"\[\d+\]", "", key)
     siblings = sorted(parent.model_fields)
-    close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean `{prefix}{close[0]}`?"
-    # A key of another member of the same union looks like this very key.
-    others = [known for known in _all_keys(cls) if known != key]
-    elsewhere = [known for known in others if known.rpartition(".")[2] == leaf]
-    close = elsewhere[:1] or difflib.get_close_matches(key, others, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean `{close[0]}`?"
+    kinds: dict[str, list[str]] = {}  # keys of the section's other kinds: the settings they go with
+    elsewhere: list[tuple[str, str]] = []
+    for section, name, owner in _all_keys(cls):
+        if section == plain.removesuffix(leaf):
+            if name not in siblings:
+                kinds.setdefault(name, []).append(_setting(prefix, owner))
+        elif not plain.startswith(f"{section}{name}."):
+            elsewhere.append((section, name))
+    close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7)
+    hints = [f"did you mean `{prefix}{close[0]}`?"] if close else []
+    if leaf in kinds:
+        hints.append(f"`{key}` goes with {_alternatives(kinds[leaf])}")
+    elif not close:
+        for name in difflib.get_close_matches(leaf, kinds, n=1, cutoff=0.7):
+            hints.append(
+                f"did you mean `{prefix}{name}`, which goes with {_alternatives(kinds[name])}?"
+            )
+    if hints:
+        return " ".join(hints)
+    names = difflib.get_close_matches(leaf, {name for _, name in elsewhere}, n=1, cutoff=0.8)
+    found = [f"{section}{name}" for section, name in elsewhere if name in names]
+    if found:
+        nearest = max(found, key=lambda known: difflib.SequenceMatcher(a=plain, b=known).ratio())
+        return f"did you mean `{nearest}`?"
     holder = f"`{prefix.rstrip('.')}`" if prefix else "the config"
     return f"{holder} has the keys {', '.join(siblings)}"
+
+
+def _setting(section: str, owner: type[pydantic.BaseModel]) -> str:
+    """The key and value that make a section be of the kind `owner`, as `attention.pattern=cca`."""
+    for name, field in owner.model_fields.items():
+        if typing.get_origin(field.annotation) is typing.Literal:
+            values = typing.get_args(field.annotation)
+            if len(values) == 1:
+                return f"{section}{name}={values[0]}"
+    return owner.__name__
+
+
+def _alternatives(settings: Sequence[str]) -> str:
+    """Some settings of one key, in words: `attention.pattern=cca or xattention`."""
+    key = settings[0].partition("=")[0]
+    values = [setting.removeprefix(f"{key}=") for setting in settings]
+    return f"{key}={' or '.join(dict.fromkeys(values))}" if "=" in settings[0] else values[0]

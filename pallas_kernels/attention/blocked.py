@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-# Measured on a 2-core x86-64 CPU with 1 MiB of L2 cache a core,
-# by scripts/bench_dense_attention.py: the largest block whose logits, over batch and heads, number at
-# most this; not above or below these.
+# Measured on a 2-core x86-64 CPU with 1 MiB of L2 cache a core by scripts/bench_dense_attention.py:
+# the largest block whose logits, over batch and heads, number at most this; not above or below.
 BLOCK_LOGITS = 2**20
 BLOCK_SIZES = (512, 256, 128)
 
