@@ -86,6 +86,19 @@ def parse_config(
         raise ConfigError("\n".join(messages)) from error
 
 
+def reasons(error: pydantic.ValidationError) -> str:
+    """The faults of data that came from elsewhere than a config file: `key: fault; key: fault`."""
+    return "; ".join(
+        f"{'.'.join(map(str, details['loc'])) or 'model'}: {_message(details)}"
+        for details in error.errors()
+    )
+
+
+def _message(details: Any) -> str:
+    """What pydantic says, without its prefixes."""
+    return details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+
+
 def _tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _tuples(item) for key, item in value.items()}
@@ -197,7 +210,7 @@ def _explain(
     for details in errors:
         key, parent, leaf = _locate(cls, details["loc"])
         origin = _origin(key, origins) or default_origin
-        message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        message = _message(details)
         if details["type"] == "extra_forbidden":
             unknown.append(f"{origin}: unknown key `{key}`; {_suggestion(cls, parent, key, leaf)}")
         elif details["type"] == "missing":

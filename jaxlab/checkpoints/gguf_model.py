@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from jaxlab.checkpoints.hf_config import MAX_LAYERS
+from jaxlab.config import reasons
 from jaxlab.data.gguf_file import GGUFFile
 from jaxlab.errors import ArchitectureError, CheckpointError
 from jaxlab.models.config import ModelConfig
@@ -66,9 +67,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         fields["rope_scaling"] = _rope_scaling(file, keys, fields)
         return ModelConfig.model_validate(fields)
     except ValidationError as error:
-        reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise CheckpointError(
-            f"the metadata of {file.path} do not describe a possible {name} model: {reasons}"
+            f"the metadata of {file.path} do not describe a possible {name} model: {reasons(error)}"
         ) from error
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxlab.checkpoints.hf_xlstm import xlstm_from_hf, xlstm_to_hf
+from jaxlab.config import reasons
 from jaxlab.errors import ArchitectureError, CheckpointError
 from jaxlab.models.config import ModelConfig
 from jaxlab.models.families import AnyModelConfig
@@ -132,7 +133,7 @@ def config_from_hf(hf: dict[str, Any]) -> AnyModelConfig:
         return ModelConfig.model_validate(_fields(architecture, values))
     except ValidationError as error:
         raise CheckpointError(
-            f"config.json does not describe a possible {architecture} model: {_reasons(error)}"
+            f"config.json does not describe a possible {architecture} model: {reasons(error)}"
         ) from error
     except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:
         # Arithmetic on values of the wrong type or zero, before the model could check them.
@@ -306,14 +307,19 @@ def _rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_theta(values: dict[str, Any], rope: dict[str, Any]) -> float:
-    for candidate in (
-        rope.get("rope_theta"),
-        values.get("rope_theta"),
-        values.get("rotary_emb_base"),
-    ):
-        if candidate is not None:
-            return float(candidate)
-    return 10000.0
+    found = {
+        "rope_parameters.rope_theta": rope.get("rope_theta"),
+        "rope_theta": values.get("rope_theta"),
+        "rotary_emb_base": values.get("rotary_emb_base"),
+    }
+    given = {name: float(value) for name, value in found.items() if value is not None}
+    for name, theta in given.items():  # also one that another takes the place of
+        if not 0 < theta < math.inf:
+            raise CheckpointError(
+                f"{name} in config.json is {theta:g}, and the base of RoPE must be a number above "
+                "0: set it as the model was trained, or fetch the file again"
+            )
+    return next(iter(given.values()), 10000.0)
 
 
 def _rope_scaling(values: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any] | None:
@@ -356,12 +362,6 @@ def _ids(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     return value[0] if len(value) == 1 else tuple(value) or None
-
-
-def _reasons(error: ValidationError) -> str:
-    return "; ".join(
-        f"{'.'.join(map(str, item['loc'])) or 'model'}: {item['msg']}" for item in error.errors()
-    )
 
 
 def config_to_hf(config: AnyModelConfig, *, dtype: str | None = None) -> dict[str, Any]:

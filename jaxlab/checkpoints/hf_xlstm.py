@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from jaxlab.config import reasons
 from jaxlab.errors import ArchitectureError, CheckpointError
 from jaxlab.models.xlstm.config import XLSTMConfig
 
@@ -84,12 +85,8 @@ def xlstm_from_hf(hf: dict[str, Any]) -> XLSTMConfig:
     try:
         return XLSTMConfig.model_validate({**fields, "eos_token_id": eos, **own})
     except ValidationError as error:
-        reasons = "; ".join(
-            f"{'.'.join(map(str, item['loc'])) or 'model'}: {item['msg']}"
-            for item in error.errors()
-        )
         raise CheckpointError(
-            f"config.json does not describe a possible xlstm model: {reasons}"
+            f"config.json does not describe a possible xlstm model: {reasons(error)}"
         ) from error
 
 

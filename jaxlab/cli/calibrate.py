@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from jaxlab.cli.console import stderr, stdout, table
+from jaxlab.cli.console import check_output, stderr, stdout, table
 from jaxlab.cli.generate import DEFAULT_MODEL, ModelOption, SetOption, load_model
 from jaxlab.cli.inspect import read_text
-from jaxlab.errors import DataError, PromptError, StorageError
+from jaxlab.errors import DataError, PromptError
 
 app = typer.Typer(help="Fit an attention pattern to a model.", no_args_is_help=True)
 
@@ -50,8 +50,7 @@ def xattention(
         --set attention.threshold=threshold.json
     """
     content = read_text(text)
-    if not output.parent.is_dir():
-        raise StorageError(f"cannot write {output}: there is no folder {output.parent}")
+    check_output(output)
     loaded = load_model(model, settings)
     if loaded.tokenizer is None:
         raise DataError(f"{model} has no tokenizer to read the text with: choose another model")

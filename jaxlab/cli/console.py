@@ -6,9 +6,13 @@ Both are plain text when they are not a terminal, so commands can be piped.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.table import Table
+
+from jaxlab.errors import StorageError
 
 
 def stdout() -> Console:
@@ -32,6 +36,30 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     for column in columns:
         result.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return result
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a path that no picture can be written to, before computing what it is to show."""
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        raise typer.BadParameter(f"{str(path)!r} is no .png, .pdf or .svg", param_hint="--output")
+    check_output(path)
+
+
+def check_output(path: Path) -> None:
+    """Raise `StorageError` if `path` cannot be written; leaves what is there as it is."""
+    if not path.parent.is_dir():
+        raise StorageError(
+            f"cannot write {path}: there is no folder {path.parent}; make it, or choose another"
+        )
+    exists = path.exists()
+    if exists and not (path.is_file() or path.is_dir()):
+        return  # a pipe or device, which opening could disturb
+    try:
+        path.open("ab").close()
+        if not exists:
+            path.unlink()
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def human_bytes(count: float) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from jaxlab.cli.console import stderr, stdout, table
+from jaxlab.cli.console import check_output, check_picture, stderr, stdout, table
 from jaxlab.cli.generate import DEFAULT_MODEL, ModelOption, SetOption, load_model
 
 app = typer.Typer(invoke_without_command=True)
@@ -28,8 +28,13 @@ def evaluate(
     ] = "python-docs",
     model: ModelOption = DEFAULT_MODEL,
     sequence_length: Annotated[
-        int, typer.Option(min=2, help="Tokens of context; the text is cut into such rows.")
-    ] = 512,
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens of context; the text is cut into such rows. Default: 512, or the model's "
+            "context if that is less.",
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 4,
     max_batches: Annotated[
         int | None, typer.Option(min=1, help="Read only so many batches. Default: all.")
@@ -50,6 +55,8 @@ def evaluate(
     from jaxlab.evaluation.perplexity import perplexity
 
     loaded = load_model(model, settings)
+    if sequence_length is None:
+        sequence_length = min(512, loaded.config.max_position_embeddings)
     data = DataConfig(
         source=source,
         validation_source=None if source == "python-docs" else source,
@@ -98,6 +105,8 @@ def needle(
 
     wanted = [int(x) for x in _numbers(lengths, "--lengths")]
     found = _numbers(depths, "--depths")
+    check_picture(output)
+    check_output(output.with_suffix(".json"))
     loaded = load_model(model, settings)
     hay = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     rows = table(

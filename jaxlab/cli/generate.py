@@ -165,8 +165,9 @@ def load_model(source: str, settings: list[str] | None) -> Any:
     overrides: dict[str, Any] = {}
     for setting in settings or []:
         key, separator, value = setting.partition("=")
-        if not separator:
-            raise typer.BadParameter(f"{setting!r} is not KEY=VALUE", param_hint="--set")
+        if not separator or not all(key.split(".")):
+            lacks = "" if key else ": no key stands before the ="
+            raise typer.BadParameter(f"{setting!r} is not KEY=VALUE{lacks}", param_hint="--set")
         *sections, name = key.split(".")
         node = overrides
         for section in sections:

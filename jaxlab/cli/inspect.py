@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from jaxlab.cli.console import human_bytes, stderr, stdout, table
+from jaxlab.cli.console import check_picture, human_bytes, stderr, stdout, table
 from jaxlab.cli.generate import DEFAULT_MODEL, ModelOption, SetOption, load_model
 from jaxlab.errors import DataError, StorageError
 
@@ -46,8 +46,7 @@ def attention(
     """
     settings = [*([f"attention.pattern={pattern}"] if pattern else []), *(settings or [])]
     content = read_text(text)
-    if output.suffix not in (".png", ".pdf", ".svg"):
-        raise typer.BadParameter(f"{str(output)!r} is no .png, .pdf or .svg", param_hint="--output")
+    check_picture(output)
     loaded = load_model(model, settings)
     if loaded.tokenizer is None:
         raise DataError(f"{model} has no tokenizer to read the text with: choose another model")

@@ -101,6 +101,11 @@ def resolve(
       StorageError: the download does not fit on the disk.
     """
     text = os.fspath(source)
+    if not text.strip():
+        raise CheckpointError(
+            f"the model source is {text!r}: give a directory, a .gguf file, a hub id "
+            f"(organisation/name), or one of: {', '.join(NAMED_MODELS)}"
+        )
     path = Path(text).expanduser()
     if path.exists():
         return path

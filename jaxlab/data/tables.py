@@ -19,6 +19,8 @@ class Table:
             raise DataError(
                 no_field_message(name, text_field, messages_field, dataset.column_names)
             )
+        if not len(dataset):
+            raise DataError(_no_rows(name))
         self._dataset = dataset.select_columns(columns)
         self._name = name
         self._fields = (text_field, messages_field)
@@ -31,6 +33,10 @@ class Table:
 
     def describe(self, index: int) -> str:
         return f"{self._name} row {index}"
+
+
+def _no_rows(name: str) -> str:
+    return f"{name} is empty, it has no rows: write it again, or leave it out"
 
 
 def table(dataset, name: str, config: DataConfig) -> Table:
@@ -95,12 +101,19 @@ def load_parquet(files: Sequence[Path]):
     Parquet's row groups can only be decoded whole, which a shuffled reader can't afford.
     """
     import datasets
+    import pyarrow.parquet
 
     datasets.disable_progress_bars()
     try:
+        # `datasets` cannot read a file of no rows, and does not say that this is why.
+        empty = next((f for f in files if not pyarrow.parquet.read_metadata(f).num_rows), None)
+        if empty is not None:
+            raise DataError(_no_rows(str(empty)))
         return datasets.load_dataset(
             "parquet", data_files={"train": [str(file) for file in files]}, split="train"
         )
+    except DataError:
+        raise
     except Exception as error:
         cause = error.__cause__ or error
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""

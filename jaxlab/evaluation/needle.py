@@ -73,7 +73,9 @@ def needle(
     limit = config.context_limit
     for length in lengths:
         if length < room:
-            raise ConfigError(f"lengths holds {length}: needle and question need {room} tokens")
+            raise ConfigError(
+                f"lengths holds {length}, too few for needle and question: give at least {room}"
+            )
         if limit is not None and length + 16 > limit:
             raise ConfigError(
                 f"lengths holds {length}, but the model's context is {limit} tokens, of which the "

@@ -21,7 +21,7 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RopeScaling(_Frozen):

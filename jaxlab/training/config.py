@@ -14,7 +14,7 @@ from jaxlab.training.sharding import MeshConfig
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class _ModelSource(_Section):
@@ -158,6 +158,12 @@ class ExperimentConfig(_Section):
                 f"data.batch_size {self.data.batch_size} is not a multiple of training.accumulate "
                 f"{self.training.accumulate}"
             )
+        if self.training.eval_every is not None and not self.validates:
+            raise ValueError(
+                f"training.eval_every {self.training.eval_every} asks for validations, but "
+                "data.validation_fraction is 0 and data.validation_source null: give one of them, "
+                "or set training.eval_every to null"
+            )
         model: Any = self.model  # its fields are made, so mypy knows none
         if model.source is None:
             missing = [
@@ -173,6 +179,11 @@ class ExperimentConfig(_Section):
                     "describe the model"
                 )
         return self
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is something to validate on."""
+        return self.data.validation_source is not None or self.data.validation_fraction > 0
 
     @property
     def checkpoint_every(self) -> int | None:

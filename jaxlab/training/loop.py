@@ -252,7 +252,7 @@ class _Run:
     def _train_steps(self, interruption: Interruption) -> FitResult:
         config, training, reporter = self.config, self.config.training, self.reporter
         train_data = self.pipeline("train")
-        self.validation_data = self.pipeline("validation") if _validates(config) else None
+        self.validation_data = self.pipeline("validation") if config.validates else None
 
         self._prepare_directory()  # the processes meet there
         checkpointer = Checkpointer(self.directory / "checkpoints", keep=training.keep)
@@ -582,10 +582,6 @@ def _objective(
     return language_modeling(
         module, z_loss=options.z_loss, chunk_size=options.chunk_size, shards=shards
     )
-
-
-def _validates(config: ExperimentConfig) -> bool:
-    return config.data.validation_source is not None or config.data.validation_fraction > 0
 
 
 def _due(step: int, every: int | None) -> bool:

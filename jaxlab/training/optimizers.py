@@ -17,7 +17,7 @@ from jaxlab.errors import ConfigError
 class OptimizerConfig(BaseModel):
     """An optax optimizer with its schedule, clipping and weight decay."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: Literal["adamw", "adafactor", "lion", "muon"] = Field(
         "adamw",

@@ -140,6 +140,21 @@ def test_what_is_not_implemented_is_refused(change, message):
         config_from_hf(LLAMA | change)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_theta": 0}, "rope_theta in config.json is 0, "),
+        ({"rope_theta": 0, "rope_parameters": {"rope_theta": 1e4}}, "rope_theta in config.json"),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_parameters.rope_theta .* nan"),
+        ({"rope_theta": -1}, "rope_theta in config.json is -1, .*above 0"),
+        ({"num_key_value_heads": 3}, "llama model: model: num_heads"),
+    ],
+)
+def test_impossible_numbers_are_named(change, message):
+    with pytest.raises(CheckpointError, match=message):
+        config_from_hf(LLAMA | change)
+
+
 def test_impossible_values_are_refused():
     with pytest.raises(CheckpointError, match="lacks hidden_size"):
         config_from_hf({key: value for key, value in LLAMA.items() if key != "hidden_size"})

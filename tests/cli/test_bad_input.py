@@ -36,10 +36,12 @@ def refused(outcome, *expected: str, code: int = 1) -> None:
         ("data.source=nowhere.txt", "nowhere.txt"),
         ("data.sequence_length=4096", "sequence_length 4096"),
         ("optimizer.warmup_steps=50", "warmup_steps 50"),
+        ("optimizer.learning_rate=.inf", "`optimizer.learning_rate` is inf; expected a finite"),
+        ("data={validation_fraction: 0}", "training.eval_every 4 asks for validations"),
     ],
 )
 def test_a_faulty_config_is_named(jaxlab_command, experiment, override, expected) -> None:
-    refused(jaxlab_command("train", experiment, override), expected)
+    refused(jaxlab_command("train", experiment, "training.eval_every=4", override), expected)
 
 
 def test_a_missing_config_names_its_neighbour(jaxlab_command, experiment) -> None:
@@ -112,6 +114,31 @@ def test_a_truncated_gguf(jaxlab_command, tmp_path) -> None:
     refused(jaxlab_command("generate", "-m", path, "-p", "x"), "cut.gguf")
     path.write_bytes(b"")
     refused(jaxlab_command("generate", "-m", path, "-p", "x"), "cut.gguf")
+
+
+def test_a_model_without_a_name(jaxlab_command) -> None:
+    refused(jaxlab_command("generate", "-m", "", "-p", "x"), "the model source is ''", "directory")
+
+
+@pytest.mark.parametrize("setting", ["=1", "a..b=1", "a"])
+def test_a_setting_without_a_key(jaxlab_command, setting) -> None:
+    outcome = jaxlab_command("generate", "-m", "nowhere", "-p", "x", "--set", setting)
+    refused(outcome, f"'{setting}' is not KEY=VALUE", code=2)
+
+
+@pytest.mark.parametrize("picture", ["no/x.png", "x.gif"])
+def test_a_needle_picture_that_cannot_be_written(jaxlab_command, tmp_path, picture) -> None:
+    outcome = jaxlab_command("eval", "needle", "-m", "nowhere", "-o", tmp_path / picture)
+    assert outcome.code in (1, 2)
+    assert picture[-5:] in outcome.err.replace("\n", "")
+
+
+def test_evaluation_is_within_the_context(jaxlab_command, tiny_model, tmp_path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox. " * 20)
+    outcome = jaxlab_command("eval", "-m", tiny_model, "-d", text, "--max-batches", "1", "--json")
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["tokens"] > 0
 
 
 def test_an_unknown_model_name(jaxlab_command) -> None:

@@ -52,11 +52,13 @@ def test_maps_are_what_the_model_sees(tiny_model):
 
 def test_bad_input(jaxlab_command, tiny_model, tmp_path):
     picture = ["-o", tmp_path / "x.png"]
+    (tmp_path / "dir.png").mkdir()
     for arguments, code, words in (
         (["--pattern", "seplm", *picture], 1, "did you mean 'sepllm'"),
         (["--text", tmp_path / "missing.txt", *picture], 1, "missing.txt"),
         (["-o", tmp_path / "x.gif"], 2, "x.gif"),
-        (["-o", tmp_path / "no" / "x.png"], 1, "cannot write"),
+        (["-o", tmp_path / "no" / "x.png", "-m", "nowhere"], 1, f"no folder {tmp_path / 'no'}"),
+        (["-o", tmp_path / "dir.png", "-m", "nowhere"], 1, "Is a directory"),
     ):
         outcome = jaxlab_command("inspect", "attention", "-m", tiny_model, *arguments)
         assert outcome.code == code, outcome.err

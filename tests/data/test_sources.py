@@ -197,6 +197,9 @@ def test_empty_files(tmp_path):
 def test_empty_data_set(tmp_path):
     datasets.Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "none")
     fails(tmp_path / "none", "empty")
+    rows = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(rows, tmp_path / "none.parquet")
+    fails(tmp_path / "none.parquet", "none.parquet", "empty", "no rows")
     (tmp_path / "a.txt").write_text("x")
     fails(tmp_path / "a.txt", "validation_source", "validation_fraction", split="validation")
 

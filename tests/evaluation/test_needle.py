@@ -64,7 +64,7 @@ def test_cells_and_files(model, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(lengths=[20]), "lengths holds 20: needle and question need"),
+        (dict(lengths=[20]), "lengths holds 20, too few for needle and question: give at least"),
         (dict(lengths=[250]), "the model's context is 256"),
         (dict(depths=[101]), "depths holds 101"),
         (dict(trials=0), "trials=0"),
