@@ -26,8 +26,11 @@ TOPOLOGIES = {
     "pythia_160m_sepllm": ("v5e:4x4", "v5p:2x2x4"),
     "qwen3_0_6b_pretrain": ("v5e:4x4", "v5p:2x2x4"),
     "gemma2_2b_pretrain": ("v5e:4x8", "v5p:2x4x4"),
-    "llama3_8b_pretrain": (),  # below: v5p with the compiler's full effort; v5e, too large
+    "xlstm_165m": ("v5e:4x4", "v5p:2x2x4"),
+    "llama3_8b_pretrain": (),  # below: v5p; v5e, too large
+    "xlstm_7b": (),  # below
 }
+SLOW = {("xlstm_165m", "v5p:2x2x4")}
 
 
 @pytest.fixture
@@ -47,7 +50,12 @@ def test_every_config_is_preflighted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "topology"), [(name, chips) for name, both in TOPOLOGIES.items() for chips in both]
+    ("name", "topology"),
+    [
+        pytest.param(name, chips, marks=[pytest.mark.slow] if (name, chips) in SLOW else [])
+        for name, both in TOPOLOGIES.items()
+        for chips in both
+    ],
 )
 def test_each_config_fits(name: str, topology: str, quick_compiler: None) -> None:
     experiment = config(name)
@@ -67,7 +75,7 @@ def test_each_config_fits(name: str, topology: str, quick_compiler: None) -> Non
     assert 0 < report.roofline.mfu <= 1
 
 
-def test_llama3_8b_trains_on_4x4x4_at_its_full_context() -> None:
+def test_llama3_8b_trains_on_4x4x4_at_its_full_context(quick_compiler: None) -> None:
     experiment = config("llama3_8b_pretrain")
     assert experiment.data.sequence_length >= 4096
     assert Plan.of(experiment).model.num_layers == 32
@@ -75,6 +83,28 @@ def test_llama3_8b_trains_on_4x4x4_at_its_full_context() -> None:
     assert report.fits
     assert report.num_params == pytest.approx(8.03e9, rel=1e-3)
     assert report.roofline.bound == "compute"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "overrides"),
+    [("v5p:4x4x4", ()), ("v5e:16x16", ("mesh.fsdp=128", "mesh.tensor=2"))],
+)
+def test_xlstm_7b_trains_on_8k_tokens(topology, overrides, quick_compiler) -> None:
+    experiment = config("xlstm_7b", *overrides)
+    assert experiment.data.sequence_length == 8192
+    report = preflight(experiment, topology, suggest=False)
+    assert report.fits
+    assert report.num_params == 6_865_424_896
+
+
+@pytest.mark.slow
+def test_xlstm_7b_decodes_64_texts_on_one_v6e(quick_compiler) -> None:
+    overrides = ("data.batch_size=64", "data.batch_ramp=null", "mesh.fsdp=1")
+    report = preflight(config("xlstm_7b", *overrides), "v6e:1x1", mode="decode", suggest=False)
+    assert report.fits
+    assert report.memory is not None
+    assert report.memory.cache > 64 * 134_000_000
 
 
 @pytest.mark.slow
