@@ -9,6 +9,7 @@ import contextlib
 import errno
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -240,8 +241,17 @@ class Checkpointer:
         except StorageError:
             if "://" not in str(self.directory) and jax.process_index() == 0:
                 for leftover in self.directory.glob("*.orbax-checkpoint-tmp*"):
-                    shutil.rmtree(leftover, ignore_errors=True)
+                    _remove(leftover)
             raise
+
+
+def _remove(directory: epath.Path) -> None:
+    """Remove the rest of a failed save, whose other writes may still come in for a moment."""
+    for _ in range(20):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            return
+        time.sleep(0.1)
 
 
 def _items(state: TrainState) -> tuple[Any, dict[str, Any]]:

@@ -44,6 +44,7 @@ from jaxlab.training.metrics import (
 )
 from jaxlab.training.optimizers import make_optimizer, make_schedule, trainable_mask
 from jaxlab.training.reporter import Reporter
+from jaxlab.training.run_lock import run_lock
 from jaxlab.training.sharding import (
     batch_sharding,
     batch_shards,
@@ -346,6 +347,7 @@ class _Run:
                 raise StorageError(
                     f"cannot make output_dir {self.directory}: {error.strerror or error}"
                 ) from error
+            self.stack.enter_context(run_lock(self.directory))
             text = json.dumps(self._config_record(), indent=2) + "\n"
             _write_text(self.directory / "config.json", text)
         distributed.meet("output directory")
