@@ -178,6 +178,16 @@ def test_bytes_do_not_follow_the_length_where_the_pattern_forgets(name):
     assert long - short <= (0 if name == "sepllm" else grows * 2 / 3 * 1.01)
 
 
+def test_groups_longer_than_any_text_are_never_pooled():
+    model = Case(ModelConfig(**TINY, attention=CCA | {"group_size": 10**9}))
+    full = Transformer(ModelConfig(**TINY))
+    tokens = random_tokens(1, 10)
+    expected = full.apply({"params": model.params}, tokens)
+    np.testing.assert_allclose(model.apply(model.params, tokens), expected, atol=TOLERANCE)
+    logits, _ = model.extend(model.cache(1), tokens)
+    np.testing.assert_allclose(logits, expected, atol=TOLERANCE)
+
+
 def test_a_store_that_overflows_says_so():
     config = CONFIGS["sepllm"].replace(attention=SEPLLM | {"separator_capacity": 1})
     model = Case(config)

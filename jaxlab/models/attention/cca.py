@@ -164,6 +164,8 @@ def _pool(
 ) -> Arrays:
     """The cores, with those of the groups that the block completes."""
     group = attention.group_size
+    if slots["key"].shape[1] < group + attention.window_size:
+        return {}  # no row gets long enough to see a core
     batch, block = query.shape[:2]
     count = (block - 1) // group + 1  # so many groups can end within a block
     # The group that the block's first token is in, and the next ones.
