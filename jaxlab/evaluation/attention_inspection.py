@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxlab.errors import DataError
-from jaxlab.evaluation.projections import Projections, layer_projections
+from jaxlab.evaluation.projections import Projections, check_has_attention, layer_projections
 from jaxlab.models import CCAAttention, SepLLMAttention, XAttention
 from jaxlab.models.attention.cost import cache_bytes
 from jaxlab.models.attention.sepllm import separator_mask
@@ -50,11 +50,13 @@ def attention_maps(model: Any, tokens: np.ndarray) -> list[LayerMap]:
 
     Raises:
       DataError: the text is empty.
+      ConfigError: the model has no attention.
     """
+    config = check_has_attention(model.config)
     tokens = np.asarray(tokens, np.int32)
     if tokens.ndim != 1 or not tokens.size:
         raise DataError(f"the text has {tokens.size} tokens: give at least one")
-    config, length = model.config, tokens.size
+    length = tokens.size
     kinds = layer_kinds(config)
     flags = separator_mask(config, jnp.asarray(tokens[None]))
     causal = np.tri(length)

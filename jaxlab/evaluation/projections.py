@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlab.models import ModelConfig, unstack_layers
+from jaxlab.errors import ConfigError
+from jaxlab.models import AnyModelConfig, ModelConfig, unstack_layers
 from jaxlab.models.attention.sepllm import separator_mask
 from jaxlab.models.layers import LayerKind, TextInfo, layer_data, layer_kinds
 from jaxlab.models.rope import rope_table
@@ -25,14 +26,31 @@ class Projections(NamedTuple):
     value: Float[Array, "B T Hk D"]
 
 
+def check_has_attention(config: AnyModelConfig) -> ModelConfig:
+    """`config`, if its model has attention to look at.
+
+    Raises:
+      ConfigError: it has none.
+    """
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(
+            f"an {config.architecture} has no attention, so no queries meet keys to be looked at: "
+            "choose a transformer"
+        )
+    return config
+
+
 def layer_projections(model: Any, tokens: Any) -> Iterator[Projections]:
     """Yields the projections of each layer, first to last; one layer's are in memory at a time.
 
     Args:
       model: as `jaxlab.load` gives.
       tokens: int32 `[B, T]`.
+
+    Raises:
+      ConfigError: the model has no attention.
     """
-    config, params = model.config, unstack_layers(model.params)
+    config, params = check_has_attention(model.config), unstack_layers(model.params)
     tokens = jnp.asarray(tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     text = TextInfo(rope_table(config, positions), is_separator=separator_mask(config, tokens))

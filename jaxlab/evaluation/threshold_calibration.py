@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxlab.errors import ConfigError, DataError, StorageError
-from jaxlab.evaluation.projections import layer_projections
+from jaxlab.evaluation.projections import check_has_attention, layer_projections
 from pallas_kernels import calibrate_coverage
 
 
@@ -42,7 +42,8 @@ def calibrated_thresholds(
       float32 `[layers, heads]`, in (0, 1].
 
     Raises:
-      ConfigError: the sizes are out of range, or stride does not divide block_size.
+      ConfigError: the sizes are out of range, stride does not divide block_size, or the model has
+        no attention.
       DataError: there is no text, or one is shorter than two blocks.
     """
     if not 0 < coverage <= 1:
@@ -52,7 +53,9 @@ def calibrated_thresholds(
             f"stride {stride} does not divide block_size {block_size}: choose 4, 8 or 16 with "
             "blocks of 128"
         )
-    dense = SimpleNamespace(config=model.config.replace(attention="full"), params=model.params)
+    dense = SimpleNamespace(
+        config=check_has_attention(model.config).replace(attention="full"), params=model.params
+    )
 
     @jax.jit
     def of_a_layer(query: jax.Array, key: jax.Array) -> jax.Array:

@@ -2,11 +2,14 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
 import jaxlab
+from jaxlab.data.tokenizers import ByteTokenizer
 from jaxlab.evaluation.attention_inspection import attention_maps
+from jaxlab.models import XLSTM, XLSTMConfig, init_params
 
 SMALL = {
     "sepllm": ["attention.window=8", "attention.initial_tokens=2"],
@@ -74,3 +77,15 @@ def test_settings_of_a_section(jaxlab_command, tiny_model, tmp_path):
     assert (model.config.attention.group_size, model.config.attention.window_size) == (4, 8)
     outcome = jaxlab_command("generate", "-m", directory, "-p", "a", "-n", 2, "--raw")
     assert outcome.code == 0, outcome.err
+
+
+def test_a_model_without_attention(jaxlab_command, tmp_path):
+    config = XLSTMConfig(vocab_size=259, embedding_dim=32, num_blocks=1, num_heads=2)
+    params = init_params(XLSTM(config), jax.random.key(0))
+    jaxlab.Model(XLSTM(config), params, ByteTokenizer()).save(tmp_path / "xlstm")
+    for command in ("inspect attention", "calibrate xattention"):
+        outcome = jaxlab_command(
+            *command.split(), "-m", tmp_path / "xlstm", "-o", tmp_path / "x.png"
+        )
+        assert outcome.code == 1
+        assert "an xlstm has no attention" in outcome.err
