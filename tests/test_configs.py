@@ -30,7 +30,13 @@ TOPOLOGIES = {
     "llama3_8b_pretrain": (),  # below: v5p; v5e, too large
     "xlstm_7b": (),  # below
 }
-SLOW = {("xlstm_165m", "v5p:2x2x4")}
+# The longest to compile; their other slice is in every run.
+SLOW = {
+    ("gemma2_2b_pretrain", "v5p:2x4x4"),
+    ("pythia_160m_sepllm", "v5p:2x2x4"),
+    ("qwen3_0_6b_pretrain", "v5p:2x2x4"),
+    ("xlstm_165m", "v5p:2x2x4"),
+}
 
 
 @pytest.fixture

@@ -354,7 +354,7 @@ class Generator:
         budgets: np.ndarray,
         settings: RowSettings,
         processors: Processors,
-        after: PromptState | None,
+        after: PromptState | None = None,
     ) -> _Rows:
         """Fill a new cache with the prompts, and sample each row's first token."""
         config = self.module.config

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 def test_quick_run_reports_every_workload(repo_root, tmp_path):
     pytest.importorskip("torch")
