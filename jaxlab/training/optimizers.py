@@ -188,7 +188,7 @@ def trainable_mask(params: Any, only: Sequence[str] | None) -> Any:
 
 def _unmasked(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     def decayed(params: Any) -> Any:
-        kept = {"bias", "scale", "key_shift", "value_shift"}
+        kept = {"bias", "gate_bias", "scale", "key_shift", "value_shift"}
         if not config.decay_embeddings:
             kept.add("embedding")
         return jax.tree_util.tree_map_with_path(
@@ -239,6 +239,10 @@ def _matrix_axes(params: Any) -> Any:
         names = _path(path).split("/")
         if names[0] != "layers" or names[-1] != "kernel":
             return None
+        if names[-2] == "conv":  # one filter a channel
+            return None
+        if names[-2] in ("igate", "fgate", "zgate", "ogate"):  # a matrix a head: [layers, heads, …]
+            return contrib.MuonDimensionNumbers((2,), (3,))
         inputs = (1, 2) if names[-2] == "o_proj" else (1,)  # [layers, heads, head_dim, embed]
         outputs = tuple(axis for axis in range(1, jnp.ndim(leaf)) if axis not in inputs)
         return contrib.MuonDimensionNumbers(inputs, outputs)

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax import contrib
 
 from jaxlab.errors import ConfigError
-from jaxlab.models import ModelConfig, Transformer, init_params
+from jaxlab.models import XLSTM, ModelConfig, Transformer, XLSTMConfig, abstract_params, init_params
 from jaxlab.training import OptimizerConfig, make_optimizer, make_schedule
-from jaxlab.training.optimizers import trainable_mask
+from jaxlab.training.optimizers import _matrix_axes, trainable_mask
 
 
 @pytest.fixture(scope="module")
@@ -257,3 +258,15 @@ def test_patterns(params, only, trained):
 def test_a_pattern_without_a_match_names_the_nearest(params):
     with pytest.raises(ConfigError, match=r"'lm_haed' matches no parameter.*'lm_head/kernel'"):
         trainable_mask(params, ["lm_haed"])
+
+
+def test_an_slstm_block_is_as_its_axes_are():
+    """Its gates are a matrix a head, its convolution is none."""
+    config = XLSTMConfig(
+        vocab_size=64, embedding_dim=16, num_blocks=2, num_heads=2, block_pattern="ms"
+    )
+    params = abstract_params(XLSTM(config))
+    axes = _matrix_axes(params)["layers"]["slstm_block"]["slstm"]
+    assert axes["igate"]["kernel"] == contrib.MuonDimensionNumbers((2,), (3,))
+    assert axes["conv"]["kernel"] is None
+    assert axes["gate_bias"] is None
